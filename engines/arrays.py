@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import ml_dtypes
 import numpy as np
 
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 
 BLOCK_ELEMENTS = 1 << 23
 TURNED_COLUMNS = 256

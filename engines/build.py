@@ -1,7 +1,7 @@
-"""Checkpoints -> engine directory. The directory appears whole or not at all.
+"""Builds engine directories: checkpoints -> specs -> tensors -> the runtime's builder -> manifest.
 
-Everything is written to a temporary sibling, then renamed, so that an interrupted build leaves
-nothing that a server would load. Knows which runtime takes which files; compilers know the rest.
+`build_engines` is the whole way. Everything is written to a temporary sibling of the output, which is then renamed.
+An interrupted build therefore leaves nothing that a server would load.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from faser_backend import files
-from faser_backend.core.model import ModelSpec, WeightFormat
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec, WeightFormat
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.pairs import open_pair
-from faser_backend.engines.prompts import read_prompts, write_tokenizer
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
-from faser_backend.engines.weight_formats import ENDS, check_formats, choose_kv_cache_dtype, choose_weights
+from faser_backend.engines.tokenizer_files import write_tokenizer
 from faser_backend.engines.weights import ModelWeights
-from faser_backend.engines.weights_build import WeightsBuilder
+from faser_backend.engines.weights_build import ENDS, WeightsBuilder, choose_kv_cache_dtype, choose_weights
 from faser_backend.manifest import DTYPES, MANIFEST_FILE, EngineManifest, FileSpec, ModelEngine
 from faser_backend.plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.version import VERSION
+from faser_backend.vocabulary import vocab_hash
 
 if TYPE_CHECKING:
     from faser_backend.engines.tensorrt_build import TensorRtCompiler
 
-# Of a number, the scales of a quantised one included.
+# Bytes per weight, about.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
 
 Progress = Callable[[str, int, int], None]
@@ -41,10 +41,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class _Steps:
-    """Counts work done; tells `report` (what is done now, steps done, steps in all)."""
+    """A count of the steps of a build. `report` gets the current step, the steps done and their total."""
 
     report: Progress | None
-    total: int = 0  # known once the models are
+    total: int = 0  # set once the models are open
     done: int = 0
 
     def begin(self, what: str) -> None:
@@ -52,7 +52,7 @@ class _Steps:
         self.note(what)
 
     def note(self, what: str) -> None:
-        """Tells how far the step is that was begun last."""
+        """Reports progress within the step that was begun last."""
         if self.report is not None:
             self.report(what, self.done - 1, self.total)
 
@@ -73,24 +73,24 @@ def build_engines(
     tensorrt: TensorRtOptions | None = None,
     progress: Progress | None = None,
 ) -> EngineManifest:
-    """Builds both models into output_dir, replacing an engine directory that was there.
+    """Builds both models into output_dir, replacing an engine directory there.
 
-    draft_dir: None builds a target alone, for which n-grams of its text will draft.
-    runtime: of runtime_spec.RUNTIMES.
-    exit_layers: target layers after which verification may stop, rising, each in [1, num_layers).
-    weights, draft_weights: how matrices of target and draft are stored, see engines.weight_formats.choose_weights.
-    kv_cache_dtype: of keys and values, see engines.weight_formats.choose_kv_cache_dtype.
-    max_context: prompt + output tokens that the engines take, where that is to be less than the models could.
-    tensorrt: what engines are compiled for, for the runtimes of TensorRT alone; None = its defaults.
+    draft_dir: None builds a target alone, for drafting by n-grams.
+    runtime: a name in runtime_spec.RUNTIMES.
+    exit_layers: target layers after which verification may stop, in ascending order, each in [1, num_layers).
+    weights, draft_weights: formats of the matrices of target and draft, see engines.weights_build.choose_weights.
+    kv_cache_dtype: dtype of keys and values, see engines.weights_build.choose_kv_cache_dtype.
+    max_context: limit of prompt + output tokens; None = the models' limit.
+    tensorrt: calls and devices to compile for, for TensorRT's runtimes only; None = its defaults.
     progress: called as progress(what, steps_done, steps_total) before each step, within long ones, and at the
-    end; on any thread.
-    Raises CheckpointError naming file or field, value and limit, or TensorRtError naming the stage; output_dir
-    is then as it was.
+    end, on any thread.
+    Raises CheckpointError naming file or field, value and limit, or TensorRtError naming the stage. output_dir
+    is then unchanged.
     """
     output = Path(output_dir).absolute()
     _check_choices(runtime, dtype, kv_block_size)
-    asked = {"target": weights, "draft": draft_weights}
-    check_formats(runtime, asked, has_draft=draft_dir is not None)
+    requested = {"target": weights, "draft": draft_weights}
+    _check_formats(runtime, requested, has_draft=draft_dir is not None)
     _check_output(output)
     steps = _Steps(progress)
     compiler = None
@@ -99,14 +99,12 @@ def build_engines(
         compiler = _tensorrt_compiler(runtime, dtype, tensorrt, kv_block_size, steps)
         max_context = tensorrt.limits.max_context if max_context is None else max_context
     elif tensorrt is not None:
-        able = ", ".join(name for name, spec in RUNTIMES.items() if spec.tensorrt)
-        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT are for {able}")
+        names = ", ".join(name for name, spec in RUNTIMES.items() if spec.tensorrt)
+        raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT need one of {names}")
     draft = None if draft_dir is None else Path(draft_dir)
     pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
-    formats = {side: choose_weights(runtime, asked[side], weights) for side, weights in pair.weights.items()}
+    formats = {side: choose_weights(runtime, requested[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
-    prompts = read_prompts(pair.tokenizer)
-    last_ids = pair.end_ids or prompts.end_ids
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     _check_experts(runtime, specs)
     _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
@@ -123,7 +121,9 @@ def build_engines(
             else:
                 models[side] = builder.write_model(side, spec, pair.weights[side], cuts[side], partial)
         steps.begin("tokenizer and manifest")
-        tokenizer, config = write_tokenizer(pair.tokenizer, prompts, last_ids, specs["target"].max_context, partial)
+        tokenizer, config, prompts = write_tokenizer(
+            pair.tokenizer, pair.prompts, pair.end_ids, specs["target"].max_context, partial
+        )
         manifest = EngineManifest(
             runtime=runtime,
             dtype=dtype,
@@ -132,11 +132,11 @@ def build_engines(
             exit_layers=tuple(exit_layers),
             target=models["target"],
             draft=models.get("draft"),
-            vocab_hash=pair.vocab_hash,
-            end_ids=last_ids,
+            vocab_hash=vocab_hash(pair.tokenizer.vocabulary),
+            end_ids=pair.end_ids,
             tokenizer=FileSpec.of(tokenizer),
             tokenizer_config=FileSpec.of(config),
-            prompts=FileSpec.of(prompts.save(partial)),
+            prompts=FileSpec.of(prompts),
             builder_version=VERSION,
             compiler=compiler.tensorrt.title if compiler is not None else "",
             compute_capabilities=tensorrt.compute_capabilities if tensorrt is not None else (),
@@ -152,12 +152,10 @@ def build_engines(
 def _tensorrt_compiler(
     runtime: str, dtype: str, options: TensorRtOptions, kv_block_size: int, steps: _Steps
 ) -> TensorRtCompiler:
-    """Raises TensorRtError where TensorRT, or what writes its graphs, is not installed."""
+    """Returns the compiler. Raises TensorRtError if TensorRT, or the library of its graphs, is not installed."""
     flavour = import_tensorrt(RUNTIMES[runtime].tensorrt).flavour
     try:
-        from faser_backend.engines.tensorrt_build import (
-            TensorRtCompiler,  # not above: it needs onnx, which other runtimes do without
-        )
+        from faser_backend.engines.tensorrt_build import TensorRtCompiler  # imports onnx, an optional dependency
     except ModuleNotFoundError as error:
         raise TensorRtError(f"{error}; install it with pip install 'faser-backend[{EXTRAS[flavour]}]'") from None
     return TensorRtCompiler(runtime, dtype, options, kv_block_size, steps.begin, steps.note)
@@ -165,7 +163,7 @@ def _tensorrt_compiler(
 
 @contextmanager
 def _partial_directory(output: Path) -> Iterator[Path]:
-    """A new folder beside the output, which goes if it is not renamed. Raises CheckpointError where a disk fails."""
+    """Makes a folder beside the output; removes it unless it was renamed. Raises CheckpointError if a disk fails."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
@@ -174,14 +172,14 @@ def _partial_directory(output: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
-        if error.errno is None:  # not of a system call: no disk's, but of whoever is told of the progress
+        if error.errno is None:  # raised by a progress callback, not by a system call
             raise
         free = shutil.disk_usage(output.parent).free
         raise CheckpointError(f"output_dir = {output}: {error.strerror}; {free} bytes of disk are free") from None
 
 
 def _publish(partial: Path, output: Path) -> None:
-    """Puts the finished directory in place of the old one; a reader sees the old or the new, or none."""
+    """Replaces the old directory by the finished one. A reader sees the old one, the new one, or none."""
     if output.exists():
         retired = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".retired", dir=output.parent))
         os.rename(output, retired / output.name)
@@ -196,31 +194,44 @@ def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
         if value not in choices:
             raise CheckpointError(f"{field} = {value!r}: must be one of {', '.join(choices)}")
     if dtype not in (built := RUNTIMES[runtime].dtypes):
-        raise CheckpointError(f"dtype = {dtype!r}: runtime {runtime!r} is built for {built[0]!r} alone")
+        raise CheckpointError(f"dtype = {dtype!r}: runtime {runtime!r} supports only {built[0]!r}")
     if not 1 <= kv_block_size <= 1024:
         raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
 
 
+def _check_formats(runtime: str, formats: dict[str, str | None], *, has_draft: bool) -> None:
+    for side, weight_format in formats.items():
+        if weight_format is None:
+            continue
+        field = f"weights of {side} = {weight_format!r}"
+        if weight_format not in WEIGHT_FORMATS:
+            raise CheckpointError(f"{field}: must be one of {', '.join(WEIGHT_FORMATS)}")
+        if weight_format == "fp32":
+            continue
+        if not RUNTIMES[runtime].is_cpu:
+            raise CheckpointError(f"{field}: only for runtimes of a CPU; for {runtime!r} choose the dtype")
+        if side == "draft" and not has_draft:
+            raise CheckpointError(f"{field}: there is no draft model to build")
+
+
 def _check_output(output: Path) -> None:
-    """Refuses to replace anything but an engine directory or an empty one, and to write where nobody may."""
+    """Refuses to replace anything except an engine directory or an empty one, and unwritable places."""
     _check_room(output, 0)
     if not output.exists():
         return
     if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
-        raise CheckpointError(
-            f"output_dir = {output}: holds something else than engines, which stays; name a new or empty directory"
-        )
+        raise CheckpointError(f"output_dir = {output}: has files that are no engines; name a new or an empty directory")
 
 
 def _num_bytes(weights: ModelWeights, weight_format: WeightFormat, dtype: str) -> int:
-    """About how many bytes the arrays of a model take in its files."""
+    """Returns about how many bytes a model takes in its files."""
     formats = dict(zip(ENDS, weight_format.formats[1:], strict=True))
     names = (formats.get(name, weight_format.name if dtype == "fp32" else dtype) for name in weights)
     return round(sum(BYTES[form] * math.prod(weights.shape(name)) for form, name in zip(names, weights, strict=True)))
 
 
 def _check_room(output: Path, num_bytes: int) -> None:
-    """Raises CheckpointError where the engine directory cannot be written or the disk has too little room."""
+    """Raises CheckpointError if the engine directory cannot be written, or the disk has too little room."""
     try:
         files.check_room(output.parent, num_bytes, "the engine directory")
     except files.FileError as error:
@@ -230,14 +241,14 @@ def _check_room(output: Path, num_bytes: int) -> None:
 def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
     for name, spec in specs.items():
         if spec.num_experts and not RUNTIMES[runtime].has_experts:
-            raise CheckpointError(f"runtime = {runtime!r}: has no kernels for experts ({name}: {spec.family})")
+            raise CheckpointError(f"runtime = {runtime!r}: does not support experts ({name}: {spec.family})")
 
 
 def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec, *, has_draft: bool) -> None:
     if exit_layers and not has_draft:
-        raise CheckpointError(f"exit_layers = {list(exit_layers)}: an exit scores the candidates of a draft model")
+        raise CheckpointError(f"exit_layers = {list(exit_layers)}: early exits need a draft model")
     for layer in exit_layers:
         if not 1 <= layer < spec.num_layers:
             raise CheckpointError(f"exit_layers = {layer}: must lie in [1, {spec.num_layers - 1}]")
     if list(exit_layers) != sorted(set(exit_layers)):
-        raise CheckpointError(f"exit_layers = {list(exit_layers)}: must rise")
+        raise CheckpointError(f"exit_layers = {list(exit_layers)}: must be in ascending order")

@@ -1,132 +1,132 @@
-"""Opens a model directory on disk: its config, its tensors by Hugging Face's names, its tokenizer and end ids.
+"""The parts that all layouts of checkpoints share: file names, limits, config fields and the `Checkpoint` interface.
 
-Three layouts are read: Hugging Face's here, TensorRT-LLM's in `tensorrt_llm_checkpoint`, GGUF files in
-`gguf_checkpoint`. All answer in the words of the first, so that nothing after this knows the difference. Pickled
-weights are never opened.
+Config fields are checked as they are read. Every error names the file, the field, its value and the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from faser_backend.engines.checkpoint_base import (
-    CONFIG_FILE,
-    GENERATION_CONFIG_FILE,
-    Checkpoint,
-    CheckpointError,
-    ConfigFields,
-    read_json,
-)
-from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
-from faser_backend.engines.safetensors_file import SafetensorsFile
-from faser_backend.engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
+from faser_backend import files
+from faser_backend.core.errors import FaserError
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+CONFIG_FILE = "config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
+MAX_TEMPLATE_BYTES = 1 << 20
+GENERIC_CLASS = "PreTrainedTokenizerFast"  # a tokenizer_class that takes everything from tokenizer.json
 
 
-class HuggingFaceCheckpoint(Checkpoint):
-    """config.json and model.safetensors, or the shards that model.safetensors.index.json lists."""
+class CheckpointError(FaserError):
+    """An error in a checkpoint or in an option of a build. The message names file or field, and value."""
 
-    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
-        self.origin = self.directory = directory
-        self.fields = ConfigFields(config, directory / CONFIG_FILE)
-        index = directory / INDEX_FILE
-        if index.is_file():
-            self._file_of = _indexed(index)
-        else:
-            weights = _open(directory, WEIGHTS_FILE)
-            self._file_of = dict.fromkeys(weights.names, weights)
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads the object in a JSON file. Raises CheckpointError naming the file."""
+    try:
+        content = files.read_json(path)
+    except files.FileError as error:
+        raise CheckpointError(str(error)) from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return content
+
+
+class ConfigFields:
+    """A JSON object whose fields are checked as they are read. Null counts as absent, as in transformers."""
+
+    def __init__(self, values: dict[str, Any], where: Path, names: Mapping[str, str] | None = None) -> None:
+        """names: the names that errors use, for fields that the file calls otherwise."""
+        self.values = values
+        self.where = where
+        self._names = names or {}
+
+    def count(self, name: str, limit: int, default: int | None = None) -> int:
+        """Returns an integer in [1, limit]."""
+        value = self._get(name, default)
+        if type(value) is not int or not 1 <= value <= limit:
+            raise self.error(name, value, f"must be an integer in [1, {limit}]")
+        return value
+
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """Returns a finite number in [low, high]."""
+        value = self._get(name, default)
+        if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+            raise self.error(name, value, f"must be a number in [{low:g}, {high:g}]")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self._get(name, default)
+        if type(value) is not bool:
+            raise self.error(name, value, "must be true or false")
+        return value
+
+    def must_be(self, name: str, *wanted: Any) -> None:
+        """Raises CheckpointError unless the field is absent or has one of the wanted values."""
+        value = self.values.get(name)
+        if value is not None and not any(type(value) is type(choice) and value == choice for choice in wanted):
+            choices = " or ".join(repr(choice) for choice in wanted) or "no value"
+            raise self.error(name, value, f"only {choices} can be built")
+
+    def section(self, name: str) -> ConfigFields:
+        """Returns a nested object, empty if the field is absent."""
+        value = self._get(name, {})
+        if not isinstance(value, dict):
+            raise self.error(name, value, "must be an object")
+        return ConfigFields(value, self.where, self._names)
+
+    def error(self, name: str, value: Any, reason: str) -> CheckpointError:
+        text, name = repr(value).replace("\n", " "), self._names.get(name, name)  # arrays are shown in lines
+        return CheckpointError(f"{self.where}: {name} = {text[:200]}{'...' if len(text) > 200 else ''}: {reason}")
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.values.get(name)
+        return default if value is None else value
+
+
+class Checkpoint(ABC):
+    """A model on disk, under Hugging Face's names for fields and tensors. Every error is a CheckpointError."""
+
+    origin: Path  # the path that was opened, as errors name it
+    directory: Path  # the directory of tokenizer.json and the files beside it
+    fields: ConfigFields  # the fields of config.json; errors name them as the file does
 
     @property
+    def tokenizer_path(self) -> Path:
+        return self.directory / TOKENIZER_FILE
+
+    @property
+    @abstractmethod
     def names(self) -> Collection[str]:
-        return self._file_of.keys()
+        """The names of all tensors, e.g. model.layers.0.mlp.up_proj.weight."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._file_of[name].shape(name)
+        """Returns a tensor's shape, the outermost axis first."""
 
+    @abstractmethod
     def dtype(self, name: str) -> str:
-        return self._file_of[name].dtype(name)
+        """Returns the number format: F32, F16 or BF16. For quantised numbers, it is the format of their scales."""
 
+    @abstractmethod
     def read(self, name: str) -> np.ndarray:
-        return self._file_of[name].read(name)
+        """Returns the finite numbers of a tensor, in the checkpoint's dtype, or in float32 if they are quantised.
 
-    def read_integers(self, name: str) -> np.ndarray:
-        """A tensor of whole numbers or truth values, as int64."""
-        return self._file_of[name].read_integers(name)
+        The result is a mapped view if one file holds the whole tensor as numbers.
+        """
 
+    def stored_type(self, name: str) -> str:
+        """Returns the dtype, or the type of quantisation, e.g. Q4_1."""
+        return self.dtype(name)
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a directory of any layout, or a GGUF file.
-
-    Raises CheckpointError where config or weights are missing or malformed.
-    """
-    file = _gguf_file(path)
-    if file is not None:
-        return GGUFCheckpoint(file)
-    config = read_json(path / CONFIG_FILE)
-    if "architecture" in config and "model_type" not in config:
-        return TensorRTLLMCheckpoint(path, config)
-    return HuggingFaceCheckpoint(path, config)
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """The file itself, or the one that lies in a directory without a config; None for other layouts."""
-    if path.is_file():
-        return path
-    if path.suffix == ".gguf" and not path.exists():
-        raise CheckpointError(f"{path}: missing")
-    found = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / CONFIG_FILE).exists() else []
-    if len(found) > 1:
-        names = ", ".join(file.name for file in found[:3])
-        raise CheckpointError(f"{path}: holds {len(found)} GGUF files ({names}): name one of them")
-    return found[0] if found else None
-
-
-def end_ids(checkpoint: Checkpoint, vocab_size: int) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
-    generation = checkpoint.directory / GENERATION_CONFIG_FILE
-    sources = [(generation, read_json(generation))] if generation.is_file() else []
-    for path, config in (*sources, (checkpoint.directory / CONFIG_FILE, checkpoint.fields.values)):
-        value = config.get("eos_token_id")
-        if value is None:
-            continue
-        ids = value if isinstance(value, list) else [value]
-        if any(type(end_id) is not int or not 0 <= end_id < vocab_size for end_id in ids):
-            raise CheckpointError(f"{path}: eos_token_id = {value!r}: ids must lie in [0, {vocab_size - 1}]")
-        return tuple(ids)
-    return ()
-
-
-def _indexed(index: Path) -> dict[str, SafetensorsFile]:
-    """Tensor -> the shard that holds it, as the index says and the shards confirm."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index}: weight_map = {weight_map!r}: must map tensors to files")
-    shards: dict[str, SafetensorsFile] = {}
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or shard in ("", "..", "."):
-            raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: must be a plain file name")
-        if not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: only .safetensors files are read")
-        if shard not in shards:
-            shards[shard] = _open(index.parent, shard)
-        if name not in shards[shard].names:
-            raise CheckpointError(f"{index.parent / shard}: tensor {name} is missing, though {index.name} says so")
-    return {name: shards[shard] for name, shard in weight_map.items()}
-
-
-def _open(directory: Path, name: str) -> SafetensorsFile:
-    """Opens a weight file; where there is none, says whether pickled weights lie there instead."""
-    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
-    if pickles and not (directory / name).exists():
-        raise CheckpointError(
-            f"{directory / name}: missing; {pickles[0]} is a pickle, which could run code when it is opened: "
-            "convert it to safetensors"
-        )
-    return SafetensorsFile(directory / name)
+    def read_stored(self, name: str) -> np.ndarray:
+        """Returns the rows as they are stored: bytes of blocks [..., row_bytes] if numbers are quantised."""
+        return self.read(name)

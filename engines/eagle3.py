@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.model import EAGLE3, ModelSpec
-from faser_backend.engines.checkpoint import HuggingFaceCheckpoint
-from faser_backend.engines.checkpoint_base import CheckpointError, ConfigFields
+from faser_backend.engines.checkpoint import CheckpointError, ConfigFields
 from faser_backend.engines.families import read_spec
+from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.weights import WeightSource, weight_sources
 
 NUM_FEATURES = 3

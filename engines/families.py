@@ -20,7 +20,7 @@ from faser_backend.core.model import (
     ModelSpec,
     RopeScaling,
 )
-from faser_backend.engines.checkpoint_base import ConfigFields
+from faser_backend.engines.checkpoint import ConfigFields
 
 ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",

@@ -1,16 +1,22 @@
-"""A GGUF file as a checkpoint: config and tensors by Hugging Face's names, rows in Hugging Face's order.
+"""A GGUF file as a checkpoint: its header, config and tensors under Hugging Face's names, with rows in its order.
 
-A key of the architecture that is not known is refused by its name, as a factor that is ignored would make another
-model. Factors of rotary frequencies lie in a tensor, and are told apart by what Llama 3.1 and later have.
+Nothing in a file is trusted: every count, length, type and offset is checked before it is used. A damaged file costs
+one error and no memory. Quantised rows are dequantised in parts, when a tensor is read.
 
-Queries and keys of architecture `llama` are stored with the two halves of each head interleaved, experts of a layer
-as one tensor. The tokenizer is written out as tokenizer.json into a folder that lives as long as the checkpoint.
+An unknown key of the architecture is refused by name, because a factor that is ignored would make another model.
+Factors of rotary frequencies are a tensor. They are accepted only if they equal the scaling of Llama 3.1.
+
+Architecture `llama` stores queries and keys with the two halves of each head interleaved, and the experts of a layer as
+one tensor. The tokenizer is written as tokenizer.json into a temporary folder, removed with the checkpoint.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 import re
 import shutil
+import struct
 import tempfile
 import weakref
 from collections.abc import Collection, Iterator
@@ -18,11 +24,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 
 from faser_backend.core.model import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_WIDTH, RopeScaling
-from faser_backend.engines.checkpoint_base import Checkpoint, CheckpointError, ConfigFields
-from faser_backend.engines.gguf_file import GGUFFile
-from faser_backend.engines.gguf_tokenizer import read_gguf_vocabulary, write_tokenizer_files
+from faser_backend.engines.arrays import BFLOAT16, first_not_finite
+from faser_backend.engines.checkpoint import Checkpoint, CheckpointError, ConfigFields
+from faser_backend.engines.gguf_tokenizer import convert_tokenizer
+from faser_backend.files import FileError, check_regular
 
 OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -48,7 +57,7 @@ EXPERTS = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exp
 HEADS = {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
-NAMES = {  # Hugging Face's: after the architecture's name and a dot
+NAMES = {  # Hugging Face's name: the file's key, behind the architecture's name and a dot
     "num_hidden_layers": "block_count",
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -62,7 +71,7 @@ NAMES = {  # Hugging Face's: after the architecture's name and a dot
     "num_experts": "expert_count",
     "num_experts_per_tok": "expert_used_count",
 }
-FIXED: dict[str, tuple[Any, ...]] = {  # what only one variant of can be built
+FIXED: dict[str, tuple[Any, ...]] = {  # the only variants that can be built
     "attention.causal": (True,),
     "attention.sliding_window": (0,),
     "expert_shared_count": (0,),
@@ -70,40 +79,61 @@ FIXED: dict[str, tuple[Any, ...]] = {  # what only one variant of can be built
     "leading_dense_block_count": (0,),
     "use_parallel_residual": (False,),
 }
-READ_APART = {
+READ_SEPARATELY = {
     "vocab_size", "attention.value_length", "rope.dimension_count", "rope.scaling.type", "rope.scaling.factor",
     "rope.scaling.original_context_length", "rope.scaling.finetuned",
 }  # fmt: skip
 ROPE_FACTORS = "rope_freqs.weight"
-LLAMA3_CONTEXT = 8192  # that every model with such factors was pretrained on
-LLAMA3_TURNS = (1.0, 4.0)  # low_freq_factor, high_freq_factor
+LLAMA3_CONTEXT = 8192  # every model with such factors was pretrained on it
+LLAMA3_FACTORS = (1.0, 4.0)  # low_freq_factor, high_freq_factor
+
+
+VERSIONS = (2, 3)  # of the format
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+MAX_HEAD_BYTES = 256 << 20
+MAX_ENTRIES = 1 << 16  # of metadata, and tensors
+MAX_ELEMENTS = 1 << 23  # of an array in the metadata
+MAX_TEXT_BYTES = 16 << 20
+MAX_KEY_BYTES = (1 << 16) - 1
+MAX_NAME_BYTES = 64
+MAX_DIMENSIONS = 4
+MAX_ALIGNMENT = 1 << 16
+ALIGNMENT = "general.alignment"
+
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+SCALES = "F16"  # the number format of all quantised types' scales
+NUMBERS_AT_ONCE = 1 << 20
+
+_TEXT, _ARRAY, _TRUTH = 8, 9, 7
+_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _TRUTH: "B", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {kind: struct.Struct("<" + code) for kind, code in _CODES.items()}
+_COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class _Source(NamedTuple):
-    """One tensor of Hugging Face's: all of a tensor of the file, or one expert of it."""
+    """Where one of Hugging Face's tensors is: a whole tensor of the file, or one expert of it."""
 
     tensor: str
     expert: int | None = None
-    num_heads: int = 0  # whose halves are interleaved; 0: rows are in order
+    num_heads: int = 0  # heads with interleaved halves; 0 if rows are in order
 
 
 class GGUFCheckpoint(Checkpoint):
-    """Quantised tensors count as F16 and are read as float32."""
+    """A model in a GGUF file. Quantised tensors count as F16 and are read as float32."""
 
     def __init__(self, path: Path) -> None:
         self.origin = path
         self._file = GGUFFile(path)
-        self.fields = read_config(self._file)  # first: an architecture that is unknown is told before its tokenizer
-        vocabulary = read_gguf_vocabulary(path, self._file.metadata)
-        config = self.fields.values
-        config["eos_token_id"] = list(vocabulary.end_ids)
+        self.fields = read_config(self._file)  # first, because an unknown architecture may have an unknown tokenizer
         self._sources: dict[str, _Source] = {}
         for tensor in self._file.tensors:
             for name, source in self._from(tensor):
                 self._sources[name] = source
         self.directory = Path(tempfile.mkdtemp(prefix="faser-gguf."))
         weakref.finalize(self, shutil.rmtree, self.directory, ignore_errors=True)
-        write_tokenizer_files(vocabulary, config.get("max_position_embeddings"), self.directory)
+        config = self.fields.values
+        end_ids = convert_tokenizer(path, self._file.metadata, config.get("max_position_embeddings"), self.directory)
+        config["eos_token_id"] = list(end_ids)
 
     @property
     def names(self) -> Collection[str]:
@@ -131,7 +161,7 @@ class GGUFCheckpoint(Checkpoint):
         return rows
 
     def _from(self, tensor: str) -> Iterator[tuple[str, _Source]]:
-        """Hugging Face's tensors that a tensor of the file is or holds."""
+        """Yields the names under which a tensor of the file is read, and its sources."""
         match = LAYER.fullmatch(tensor)
         if tensor in OUTSIDE:
             yield OUTSIDE[tensor], _Source(tensor)
@@ -147,10 +177,10 @@ class GGUFCheckpoint(Checkpoint):
                 name = f"model.layers.{match[1]}.mlp.experts.{expert}.{EXPERTS[match[2]]}.weight"
                 yield name, _Source(tensor, expert)
         elif tensor != ROPE_FACTORS:
-            raise CheckpointError(f"{self.origin}: tensor {tensor!r} belongs to no part of a model that is known")
+            raise CheckpointError(f"{self.origin}: tensor {tensor!r} belongs to no part of a supported model")
 
     def _num_heads(self, kind: str, tensor: str) -> int:
-        """Heads of a tensor whose rows are interleaved, 0 for others."""
+        """Returns the number of heads whose rows are interleaved, 0 for other tensors."""
         if self.fields.values["model_type"] != "llama" or kind not in HEADS:
             return 0
         default = self.fields.count("num_attention_heads", MAX_HEADS)
@@ -158,21 +188,21 @@ class GGUFCheckpoint(Checkpoint):
         num_rows = self._file.tensors[tensor].shape[0]
         if num_rows % (2 * num_heads):
             raise CheckpointError(
-                f"{self.origin}: rows of {tensor} = {num_rows}: must be whole pairs of rows of {num_heads} heads"
+                f"{self.origin}: rows of {tensor} = {num_rows}: must be a multiple of {2 * num_heads}, for {num_heads} heads"
             )
         return num_heads
 
 
 def _in_halves(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """Rows [num_heads * (half * 2), ...] whose halves are interleaved -> [num_heads * (2 * half), ...]."""
+    """Separates interleaved halves: rows [num_heads * (half * 2), ...] -> [num_heads * (2 * half), ...]."""
     pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
 def read_config(file: GGUFFile) -> ConfigFields:
-    """The config, whose errors name the file's own keys.
+    """Translates metadata to fields of config.json. Errors name the file's own keys.
 
-    Raises CheckpointError for what has no counterpart there.
+    Raises CheckpointError for metadata that has no counterpart there.
     """
     found = ConfigFields(file.metadata, file.path)
     architecture = file.metadata.get("general.architecture")
@@ -201,11 +231,11 @@ def read_config(file: GGUFFile) -> ConfigFields:
 
 
 def _check_keys(found: ConfigFields, architecture: str) -> None:
-    """Refuses keys that are not known, and variants that cannot be built."""
-    known = {*NAMES.values(), *FIXED, *READ_APART}
+    """Refuses unknown keys, and variants that cannot be built."""
+    known = {*NAMES.values(), *FIXED, *READ_SEPARATELY}
     for key, value in found.values.items():
         if key.startswith(f"{architecture}.") and key.removeprefix(f"{architecture}.") not in known:
-            raise found.error(repr(key)[1:-1], value, "what this means for the model is not known")
+            raise found.error(repr(key)[1:-1], value, "unknown key: its effect on the model is not known")
     for key, values in FIXED.items():
         found.must_be(f"{architecture}.{key}", *values)
     head_dim = _head_dim(found, architecture)
@@ -220,19 +250,19 @@ def _head_dim(found: ConfigFields, architecture: str) -> int:
 
 
 def _num_embeddings(file: GGUFFile) -> int | None:
-    """Rows of the embedding, where there is one."""
+    """Returns the number of rows of the embedding, or None if there is no embedding."""
     embedding = file.tensors.get("token_embd.weight")
     return None if embedding is None else embedding.shape[0]
 
 
 def _rope_scaling(file: GGUFFile, found: ConfigFields, architecture: str) -> dict[str, Any] | None:
-    """As config.json has it; None where frequencies are as they are."""
+    """Returns rope_scaling as in config.json, or None if frequencies are not scaled."""
     prefix = f"{architecture}.rope.scaling"
     kind = file.metadata.get(f"{prefix}.type", "none")
     if ROPE_FACTORS not in file.tensors:
         return None if kind == "none" else {"rope_type": kind, "factor": file.metadata.get(f"{prefix}.factor")}
     if kind != "none":
-        raise found.error(f"{prefix}.type", kind, f"must be 'none', as there is a tensor {ROPE_FACTORS} too")
+        raise found.error(f"{prefix}.type", kind, f"must be 'none', because the file has a tensor {ROPE_FACTORS}")
     rows = file.rows(ROPE_FACTORS)
     factors = file.numbers(ROPE_FACTORS, rows).astype(np.float64)
     half = _head_dim(found, architecture) // 2
@@ -242,12 +272,12 @@ def _rope_scaling(file: GGUFFile, found: ConfigFields, architecture: str) -> dic
         return None
     theta = found.number(f"{architecture}.rope.freq_base", 1.0, 1e12, 10000.0)
     context = found.count(f"{prefix}.original_context_length", MAX_CONTEXT, default=LLAMA3_CONTEXT)
-    scaling = RopeScaling("llama3", float(factors.max()), *LLAMA3_TURNS, context)
+    scaling = RopeScaling("llama3", float(factors.max()), *LLAMA3_FACTORS, context)
     frequencies = theta ** (-np.arange(half) / half)
     wanted = frequencies / scaling.scaled(frequencies)
     if not np.allclose(factors, wanted, rtol=1e-4):
         index = int(np.abs(factors / wanted - 1).argmax())
-        reason = f"must be {wanted[index]:g}, as Llama 3.1 scales positions; no other factors can be built"
+        reason = f"must be {wanted[index]:g}, as in Llama 3.1; no other factors can be built"
         raise found.error(f"{ROPE_FACTORS}[{index}]", float(factors[index]), reason)
     return {
         "rope_type": "llama3",
@@ -256,3 +286,223 @@ def _rope_scaling(file: GGUFFile, found: ConfigFields, architecture: str) -> dic
         "high_freq_factor": scaling.high_freq_factor,
         "original_max_position_embeddings": context,
     }
+
+
+class GGUFTensor(NamedTuple):
+    """The type, shape and position of a tensor. A row is the last axis, and consists of whole blocks."""
+
+    type_name: str  # one of TYPES
+    shape: tuple[int, ...]  # outermost axis first
+    first_byte: int  # in the file
+
+    @property
+    def row_bytes(self) -> int:
+        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type_name]]
+        return self.shape[-1] // block_size * block_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape[:-1]) * self.row_bytes
+
+
+class _Header:
+    """A reader of a file's header, from its first byte on."""
+
+    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
+        self._path, self._data, self._size = path, data, size
+        self._at = 0
+
+    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+        """Returns metadata and tensors. Raises CheckpointError naming file, field, value and limit."""
+        magic = self._data[:4]
+        if magic != b"GGUF":
+            raise self._error("magic", magic, "a GGUF file begins with b'GGUF'")
+        self._at = 4
+        version = self._scalar(_COUNT, "version")
+        if version not in VERSIONS:
+            swapped = "; its bytes are in the other order" if version & 0xFFFF == 0 and version else ""
+            raise self._error("version", version, f"must be one of {', '.join(map(str, VERSIONS))}{swapped}")
+        num_tensors, num_entries = (self._count(what, MAX_ENTRIES) for what in ("tensor_count", "metadata_kv_count"))
+        metadata: dict[str, Any] = {}
+        for index in range(num_entries):
+            key = self._text(f"key of metadata entry {index}", MAX_KEY_BYTES)
+            if key in metadata:
+                raise self._error("metadata key", key, "occurs twice")
+            metadata[key] = self._value(repr(key)[1:-1], self._scalar(_COUNT, f"type of {key!r}"))
+        alignment = _alignment(self._path, metadata)
+        found = [self._tensor(index) for index in range(num_tensors)]
+        return metadata, self._placed(found, alignment)
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self._number(key, kind)
+        if kind == _TEXT:
+            return self._text(key, MAX_TEXT_BYTES)
+        if kind != _ARRAY:
+            raise self._error(f"type of {key}", kind, "must lie in [0, 12]")
+        kind = self._scalar(_COUNT, f"element type of {key}")
+        count = self._count(f"length of {key}", MAX_ELEMENTS)
+        if kind == _TEXT:
+            self._check_room(count * _LENGTH.size, f"{key}, {count} texts")
+            return [self._text(f"{key}[{index}]", MAX_TEXT_BYTES) for index in range(count)]
+        if kind not in _CODES:
+            raise self._error(f"element type of {key}", kind, "must be of numbers or text; arrays cannot be nested")
+        dtype = np.dtype("<" + _CODES[kind])
+        return np.frombuffer(self._take(count * dtype.itemsize, key), dtype)
+
+    def _number(self, key: str, kind: int) -> Any:
+        value = self._scalar(_SCALARS[kind], key)
+        if kind != _TRUTH:
+            return value
+        if value > 1:
+            raise self._error(key, value, "a boolean must be 0 or 1")
+        return bool(value)
+
+    def _tensor(self, index: int) -> tuple[str, GGUFTensor]:
+        """Reads an entry of the table of tensors. Its first_byte counts from the end of the header."""
+        name = self._text(f"name of tensor {index}", MAX_NAME_BYTES)
+        if not name:
+            raise self._error(f"name of tensor {index}", name, "must not be empty")
+        shown = repr(name)[1:-1]
+        num_dimensions = self._scalar(_COUNT, f"dimensions of {shown}")
+        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
+            raise self._error(f"dimensions of {shown}", num_dimensions, f"must lie in [1, {MAX_DIMENSIONS}]")
+        innermost_first = [self._scalar(_LENGTH, f"shape of {shown}") for _ in range(num_dimensions)]
+        shape = tuple(reversed(innermost_first))
+        if min(shape) < 1 or math.prod(shape) > 1 << 48:
+            raise self._error(f"shape of {shown}", list(shape), f"must hold between 1 and {1 << 48} numbers")
+        type_name = self._type_name(shown, self._scalar(_COUNT, f"type of {shown}"))
+        block_size, _ = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
+        if shape[-1] % block_size:
+            raise self._error(f"shape of {shown}", list(shape), f"{type_name} has rows of whole blocks of {block_size}")
+        return name, GGUFTensor(type_name, shape, self._scalar(_LENGTH, f"offset of {shown}"))
+
+    def _type_name(self, tensor: str, type_id: int) -> str:
+        known = {member.value: member.name for member in GGMLQuantizationType}
+        if known.get(type_id) not in TYPES:
+            value = f"{type_id} ({known[type_id]})" if type_id in known else type_id
+            raise CheckpointError(f"{self._path}: type of {tensor} = {value}: must be one of {', '.join(TYPES)}")
+        return known[type_id]
+
+    def _placed(self, found: list[tuple[str, GGUFTensor]], alignment: int) -> dict[str, GGUFTensor]:
+        """Makes offsets absolute. They must follow each other without gaps and fill the file."""
+        first_byte = -(-self._at // alignment) * alignment
+        tensors: dict[str, GGUFTensor] = {}
+        expected = end = 0
+        for name, tensor in found:
+            shown = repr(name)[1:-1]
+            if name in tensors:
+                raise self._error("tensor", name, "occurs twice")
+            if tensor.first_byte != expected:
+                raise self._error(f"offset of {shown}", tensor.first_byte, f"must be {expected}, after the last one")
+            end = first_byte + expected + tensor.num_bytes
+            if end > self._size:
+                raise self._error(f"end of {shown}", end, f"the file ends at {self._size}")
+            tensors[name] = tensor._replace(first_byte=first_byte + expected)
+            expected = -(-(end - first_byte) // alignment) * alignment
+        if tensors and self._size - end >= alignment:
+            raise self._error("size", self._size, f"its last tensor ends at {end}")
+        return tensors
+
+    def _count(self, what: str, limit: int) -> int:
+        value = self._scalar(_LENGTH, what)
+        if value > limit:
+            raise self._error(what, value, f"must be at most {limit}")
+        return value
+
+    def _text(self, what: str, limit: int) -> str:
+        num_bytes = self._count(f"length of {what}", limit)
+        raw = self._take(num_bytes, what)
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self._error(what, raw[:40], f"must be UTF-8 ({error.reason})") from None
+
+    def _scalar(self, layout: struct.Struct, what: str) -> Any:
+        return layout.unpack(self._take(layout.size, what))[0]
+
+    def _take(self, num_bytes: int, what: str) -> bytes:
+        self._check_room(num_bytes, what)
+        self._at += num_bytes
+        return self._data[self._at - num_bytes : self._at]
+
+    def _check_room(self, num_bytes: int, what: str) -> None:
+        end, limit = self._at + num_bytes, min(self._size, MAX_HEAD_BYTES)
+        if end > limit:
+            raise self._error(f"end of {what}", end, f"the header must end by byte {limit}")
+
+    def _error(self, field: str, value: object, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self._path}: {field} = {value!r:.120}: {reason}")
+
+
+def _alignment(path: Path, metadata: dict[str, Any]) -> int:
+    """Returns the number of bytes that every tensor's offset is a multiple of."""
+    value = metadata.get(ALIGNMENT, 32)
+    if type(value) is not int or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
+        raise CheckpointError(f"{path}: {ALIGNMENT} = {value!r:.120}: must be a power of two up to {MAX_ALIGNMENT}")
+    return value
+
+
+class GGUFFile:
+    """A checked file, its tensors under the file's names."""
+
+    metadata: dict[str, Any]  # numbers, booleans, text, lists of text, arrays of numbers
+    tensors: dict[str, GGUFTensor]
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError naming file, field, value and limit."""
+        self.path = path
+        try:
+            check_regular(path)
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                if size < 24:
+                    raise CheckpointError(f"{path}: {size} bytes: a GGUF file begins with 24 bytes of magic and counts")
+                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                    self.metadata, self.tensors = _Header(path, data, size).read()
+        except FileError as error:
+            raise CheckpointError(str(error)) from None
+        except OSError as error:
+            raise CheckpointError(f"{path}: not readable ({error})") from None
+
+    def dtype(self, name: str) -> str:
+        """Returns the format of a tensor's numbers, or of its scales if they are quantised."""
+        type_name = self.tensors[name].type_name
+        return type_name if type_name in DTYPES else SCALES
+
+    def rows(self, name: str, part: int | None = None) -> np.ndarray:
+        """Maps a tensor as it is stored: as numbers, or as bytes of blocks [..., row_bytes] if it is quantised.
+
+        part: an index along the first axis, or None for the whole tensor.
+        """
+        tensor = self.tensors[name]
+        dtype, shape = DTYPES.get(tensor.type_name), tensor.shape
+        if dtype is None:
+            dtype, shape = np.dtype(np.uint8), (*shape[:-1], tensor.row_bytes)
+        mapped = np.memmap(self.path, dtype, "r", tensor.first_byte, shape)
+        return mapped if part is None else mapped[part]
+
+    def numbers(self, name: str, rows: np.ndarray) -> np.ndarray:
+        """Returns the numbers of some rows of a tensor: as they are stored, or dequantised to float32.
+
+        Raises CheckpointError if a number is not finite.
+        """
+        type_name = self.tensors[name].type_name
+        found = rows if type_name in DTYPES else _dequantised(rows, type_name)
+        index = first_not_finite(found)
+        if index is not None:
+            raise CheckpointError(f"{self.path}: {name}{list(index)} = {found[index]}: must be finite")
+        return found
+
+
+def _dequantised(rows: np.ndarray, type_name: str) -> np.ndarray:
+    """Dequantises blocks [..., row_bytes] -> float32 [..., row size], exactly."""
+    kind = GGMLQuantizationType[type_name]
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    flat = rows.reshape(-1, rows.shape[-1])
+    found = np.empty((len(flat), rows.shape[-1] // block_bytes * block_size), np.float32)
+    step = max(NUMBERS_AT_ONCE // found.shape[1], 1)
+    with np.errstate(all="ignore"):  # the caller checks that numbers are finite
+        for first in range(0, len(flat), step):
+            found[first : first + step] = dequantize(flat[first : first + step], kind)
+    return found.reshape(*rows.shape[:-1], -1)

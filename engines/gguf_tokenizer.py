@@ -1,7 +1,7 @@
-"""The tokenizer of a GGUF file -> tokenizer.json and tokenizer_config.json, as Hugging Face has them.
+"""Converts the tokenizer of a GGUF file to Hugging Face's tokenizer.json and tokenizer_config.json.
 
-Two kinds are known: byte-level merges, whose text is cut into words first as the file's pre-tokenizer says, and
-SentencePiece's merges, which follow from the scores of the tokens.
+Two kinds are supported. Byte-level merges (BPE) first split text into words, by the file's pre-tokenizer. The merges of
+SentencePiece follow from the scores of the tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from faser_backend.engines.checkpoint_base import (
+from faser_backend.engines.checkpoint import (
     GENERIC_CLASS,
     MAX_TEMPLATE_BYTES,
     TOKENIZER_CONFIG_FILE,
@@ -27,10 +27,10 @@ from faser_backend.engines.checkpoint_base import (
 KINDS = ("gpt2", "llama")  # byte-level merges; SentencePiece's merges
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is a normal one
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-ENDS = ("eos", "eot", "eom")  # of the text, of a turn, of a message
-SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # where the file names none
+ENDS = ("eos", "eot", "eom")  # end of text, of turn, of message
+SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # defaults
 PREFIX = "tokenizer.ggml"
-SPACE = "\u2581"  # how SentencePiece spells one
+SPACE = "\u2581"  # as SentencePiece writes it
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LETTERS, _REST = r"[^\r\n\p{L}\p{N}]?\p{L}+", r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -39,12 +39,12 @@ _CAMEL = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPP
 
 
 class _Words(NamedTuple):
-    """How a byte-level vocabulary cuts text into words, inside which it merges."""
+    """The rules by which a byte-level tokenizer splits text into words. Tokens are merged inside words only."""
 
-    pattern: str | None = None  # None: as GPT-2 does
-    has_single_digits: bool = False  # digits are cut out before
-    keeps_whole_words: bool = False  # a word that is a token is one, whatever merges make of it
-    adds_begin: bool = False  # where the file does not say
+    pattern: str | None = None  # None: GPT-2's
+    has_single_digits: bool = False  # each digit is a word
+    keeps_whole_words: bool = False  # a word that is a token stays whole, whatever the merges say
+    adds_begin: bool = False  # default for files that do not say
 
 
 _LLAMA3 = _Words(rf"{_CONTRACTIONS}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}", keeps_whole_words=True, adds_begin=True)
@@ -71,33 +71,44 @@ PRE_TOKENIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFVocabulary:
-    """Tokens as the file spells them. Ids of what only pads an embedding have no token."""
+    """The tokenizer as the file describes it. Ids that only pad an embedding have no token."""
 
     path: Path
     kind: str  # one of KINDS
     pre_tokenizer: str | None
     tokens: dict[str, int]
     types: list[int]  # by id
-    scores: list[float] | None  # by id, of the merges that end in it
+    scores: list[float] | None  # by id
     merges: list[tuple[str, str]] | None  # best first
-    named: dict[str, int]  # by names as in NAMED, and what ends a text
-    adds_begin: bool | None  # None: as the kind does
+    named: dict[str, int]  # ids by the values of NAMED, and by ENDS
+    adds_begin: bool | None  # None: the kind's default
     adds_end: bool
     adds_space_prefix: bool
     chat_template: str | None
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer, the end of the text first."""
+        """Returns the ids that end an answer, the end of text first."""
         return tuple(dict.fromkeys(self.named[name] for name in ENDS if name in self.named))
 
     def of_types(self, *types: int) -> list[str]:
-        """Tokens of these types in the order of their ids."""
+        """Returns the tokens of these types in the order of their ids."""
         return [token for token, token_id in self.tokens.items() if self.types[token_id] in types]
 
 
-def read_gguf_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
-    """Raises CheckpointError naming file, key and value."""
+def convert_tokenizer(
+    path: Path, metadata: dict[str, Any], max_context: int | None, directory: Path
+) -> tuple[int, ...]:
+    """Writes tokenizer.json and tokenizer_config.json into directory, and returns the ids that end an answer.
+
+    path, metadata: the GGUF file and its metadata. Raises CheckpointError naming file, key and value.
+    """
+    vocabulary = _read_vocabulary(path, metadata)
+    _write_files(vocabulary, max_context, directory)
+    return vocabulary.end_ids
+
+
+def _read_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
     fields = ConfigFields(metadata, path)
     kind = metadata.get(f"{PREFIX}.model")
     if kind not in KINDS:
@@ -126,19 +137,19 @@ def read_gguf_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary
 
 
 def _tokens(fields: ConfigFields, texts: list[str], types: list[int]) -> dict[str, int]:
-    """Text -> id, without the placeholders that converters put where an embedding has more rows than tokens."""
+    """Returns ids by text, without the placeholders that converters write for padding rows of an embedding."""
     tokens: dict[str, int] = {}
     for token_id, text in enumerate(texts):
         if types[token_id] == UNUSED and text == f"[PAD{token_id}]":
             continue
         if text in tokens:
-            raise fields.error(f"{PREFIX}.tokens[{token_id}]", text, f"is token {tokens[text]} already")
+            raise fields.error(f"{PREFIX}.tokens[{token_id}]", text, f"repeats token {tokens[text]}")
         tokens[text] = token_id
     return tokens
 
 
 def _named(fields: ConfigFields, num_ids: int, defaults: dict[str, int]) -> dict[str, int]:
-    """Ids by names as in NAMED and ENDS, where the file names one."""
+    """Returns the ids that the file names, by the values of NAMED and by ENDS."""
     named = {}
     for name in dict.fromkeys((*NAMED.values(), *ENDS)):
         key = f"{PREFIX}.{name}_token_id"
@@ -152,7 +163,7 @@ def _named(fields: ConfigFields, num_ids: int, defaults: dict[str, int]) -> dict
 
 
 def _types(fields: ConfigFields, num_ids: int, named: dict[str, int]) -> list[int]:
-    """Types by id; without any in the file, what it names is special and all else normal."""
+    """Returns types by id. If the file has none, the tokens that it names are special and all others normal."""
     found = _numbers(fields, f"{PREFIX}.token_type", num_ids)
     if found is not None:
         return [int(kind) for kind in found]
@@ -197,12 +208,11 @@ def _numbers(fields: ConfigFields, key: str, count: int) -> np.ndarray | None:
         return None
     if not isinstance(value, np.ndarray) or len(value) != count:
         found = len(value) if isinstance(value, (np.ndarray, list)) else value
-        raise fields.error(f"length of {key}", found, f"must be {count}, as of {PREFIX}.tokens")
+        raise fields.error(f"length of {key}", found, f"must be {count}, the length of {PREFIX}.tokens")
     return value
 
 
-def write_tokenizer_files(vocabulary: GGUFVocabulary, max_context: int | None, directory: Path) -> None:
-    """Writes both files into directory. Raises CheckpointError naming file, key and value."""
+def _write_files(vocabulary: GGUFVocabulary, max_context: int | None, directory: Path) -> None:
     try:
         tokenizer = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentencepiece(vocabulary)
         _add_tokens(tokenizer, vocabulary)
@@ -265,7 +275,7 @@ def _sentencepiece(vocabulary: GGUFVocabulary) -> Tokenizer:
 
 
 def _merges_of_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
-    """Every way to put a token together from two, the best token first, then by the longer parts."""
+    """Returns all pairs of tokens that make a token, the best-scored token first, then the longer parts."""
     if vocabulary.scores is None:
         raise CheckpointError(f"{vocabulary.path}: {PREFIX}.scores = None: must list a number per token")
     tokens, found = vocabulary.tokens, []
@@ -281,14 +291,14 @@ def _merges_of_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
 
 
 def _add_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Control tokens are special; what users defined is found in text as a whole, and is text itself."""
+    """Adds control tokens, which are special, and user-defined tokens, which are matched whole but stay text."""
     special = [AddedToken(token, normalized=False, special=True) for token in vocabulary.of_types(CONTROL, UNKNOWN)]
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
 
 
 def _add_template(tokenizer: Tokenizer, vocabulary: GGUFVocabulary, *, adds_begin: bool) -> None:
-    """Adds the tokens around a text. adds_begin: where the file does not say."""
+    """Adds the tokens around a text. adds_begin: the default for files that do not say."""
     texts = {token_id: token for token, token_id in vocabulary.tokens.items()}
     begins = adds_begin if vocabulary.adds_begin is None else vocabulary.adds_begin
     before, after = (
@@ -304,7 +314,7 @@ def _add_template(tokenizer: Tokenizer, vocabulary: GGUFVocabulary, *, adds_begi
 
 
 def _special_names(vocabulary: GGUFVocabulary) -> dict[str, str]:
-    """bos_token and such, as far as the token is special: else it would be read out of the middle of other text."""
+    """Returns bos_token etc. for special tokens only: any other would be found in the middle of other text."""
     special = {vocabulary.tokens[token]: token for token in vocabulary.of_types(CONTROL, UNKNOWN)}
     ids = {name: vocabulary.named.get(key) for name, key in NAMED.items()}
     return {name: special[token_id] for name, token_id in ids.items() if token_id in special}

@@ -1,7 +1,10 @@
-"""Pairs: everything that a draft and a target must share to be built together, and what may differ.
+"""Opens a target and its draft, and checks that they can be built together.
 
-Speculation compares token ids: both models must mean the same token by each. Rows that pad a vocabulary may
-differ; they are cut, so that no id without a token can ever be drawn.
+Three layouts of checkpoints are read: Hugging Face's, TensorRT-LLM's and GGUF files. Each checkpoint becomes a spec and
+a table of tensors; its directory is not needed afterwards.
+
+Speculation compares token ids, so both models must mean the same token by each id. Rows that only pad a vocabulary may
+differ. They are cut, so that no id without a token can be drawn.
 """
 
 from __future__ import annotations
@@ -11,13 +14,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.engines.checkpoint import HuggingFaceCheckpoint, end_ids, open_checkpoint
-from faser_backend.engines.checkpoint_base import TOKENIZER_FILE, CheckpointError
+from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, read_json
 from faser_backend.engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
 from faser_backend.engines.families import read_spec
-from faser_backend.engines.prompts import special_tokens
+from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
+from faser_backend.engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
+from faser_backend.engines.tokenizer_files import Prompts, TokenizerFile, read_end_ids, read_prompts, read_tokenizer
 from faser_backend.engines.weights import ModelWeights
-from faser_backend.vocabulary import read_vocabulary, vocab_hash
 
 SIDES = ("target", "draft")
 
@@ -28,10 +32,37 @@ class CheckpointPair:
 
     specs: dict[str, ModelSpec]
     weights: dict[str, ModelWeights]
-    tokenizer: Path
-    vocab_hash: str
+    tokenizer: TokenizerFile  # the target's, like all that follows
+    prompts: Prompts
     end_ids: tuple[int, ...]
-    head: Eagle3Head | None = None  # what the draft is where it is no decoder
+    head: Eagle3Head | None = None  # set if the draft is an EAGLE-3 head
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Opens a directory of any layout, or a GGUF file.
+
+    Raises CheckpointError if config or weights are missing or malformed.
+    """
+    file = _find_gguf(path)
+    if file is not None:
+        return GGUFCheckpoint(file)
+    config = read_json(path / CONFIG_FILE)
+    if "architecture" in config and "model_type" not in config:
+        return TensorRTLLMCheckpoint(path, config)
+    return HuggingFaceCheckpoint(path, config)
+
+
+def _find_gguf(path: Path) -> Path | None:
+    """Returns the GGUF file that the path names, or the only one in a directory without a config; else None."""
+    if path.is_file():
+        return path
+    if path.suffix == ".gguf" and not path.exists():
+        raise CheckpointError(f"{path}: missing")
+    found = sorted(path.glob("*.gguf")) if path.is_dir() and not (path / CONFIG_FILE).exists() else []
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found[:3])
+        raise CheckpointError(f"{path}: holds {len(found)} GGUF files ({names}): name one of them")
+    return found[0] if found else None
 
 
 def open_pair(
@@ -42,27 +73,33 @@ def open_pair(
     *,
     joins_experts: bool = False,
 ) -> CheckpointPair:
-    """Opens both and checks all that can be checked before a number is read.
+    """Opens both and checks all that can be checked before weights are read.
 
-    draft: None where no model is to draft; a head has its target's tokenizer unless it brings one.
-    max_context: see matched_pair. on_read: called with the model and the name of each weight before it is read.
+    draft: None builds a target alone. A head may come without a tokenizer: it uses its target's.
+    max_context: see match_specs. on_read: called with the model and the name of each weight before it is read.
     joins_experts: see engines.weights.weight_sources.
     Raises CheckpointError naming file or field and value.
     """
     checkpoints, head = {"target": open_checkpoint(target)}, None
     specs = {"target": read_spec(checkpoints["target"].fields)}
-    tokenizers = {"target": checkpoints["target"].directory / TOKENIZER_FILE}
     if draft is not None:
         checkpoint = checkpoints["draft"] = open_checkpoint(draft)
-        own = checkpoint.directory / TOKENIZER_FILE
         if is_eagle3(checkpoint.fields.values):
-            assert isinstance(checkpoint, HuggingFaceCheckpoint), "other layouts have no words for heads"
+            assert isinstance(checkpoint, HuggingFaceCheckpoint), "no other layout can describe a head"
             head = read_head(checkpoint, specs["target"])
         specs["draft"] = read_spec(checkpoint.fields) if head is None else head.spec
-        tokenizers["draft"] = own if head is None or own.exists() else tokenizers["target"]
-    specs, vocabulary_hash = matched_pair(specs, tokenizers, max_context)
-    if head is not None and "embedding" in head.sources:
-        head.sources["embedding"] = replace(head.sources["embedding"], num_rows=specs["draft"].vocab_size)
+    tokenizers = {
+        side: read_tokenizer(checkpoint.tokenizer_path)
+        for side, checkpoint in checkpoints.items()
+        if side == "target" or head is None or checkpoint.tokenizer_path.exists()
+    }
+    specs = match_specs(specs, tokenizers, max_context)
+    prompts = read_prompts(tokenizers["target"])
+    end_ids = read_end_ids(checkpoints["target"], specs["target"].vocab_size) or prompts.end_ids
+    if head is not None:
+        specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
+        if "embedding" in head.sources:
+            head.sources["embedding"] = replace(head.sources["embedding"], num_rows=specs["draft"].vocab_size)
     weights = {
         side: ModelWeights(
             checkpoint,
@@ -75,56 +112,50 @@ def open_pair(
         for side, checkpoint in checkpoints.items()
     }
     specs = {side: replace(specs[side], checkpoint_dtype=weights[side].checkpoint_dtype) for side in specs}
-    if head is not None:
-        specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
-        head = replace(head, spec=specs["draft"])
-    last_ids = end_ids(checkpoints["target"], specs["target"].vocab_size)
-    return CheckpointPair(specs, weights, tokenizers["target"], vocabulary_hash, last_ids, head)
+    return CheckpointPair(specs, weights, tokenizers["target"], prompts, end_ids, head)
 
 
-def matched_pair(
-    specs: dict[str, ModelSpec], tokenizers: dict[str, Path], max_context: int | None
-) -> tuple[dict[str, ModelSpec], str]:
-    """specs and tokenizers by "target" and "draft" -> the specs to build, and the hash of their vocabulary.
+def match_specs(
+    specs: dict[str, ModelSpec], tokenizers: dict[str, TokenizerFile], max_context: int | None
+) -> dict[str, ModelSpec]:
+    """Returns the specs to build, by "target" and "draft".
 
     Both get the vocabulary of the tokenizer, whatever rows pad theirs (padded_vocab_size keeps the number), and
     the context that max_context limits them to. Raises CheckpointError naming the two values that differ.
     """
-    vocabularies = {side: read_vocabulary(tokenizers[side]) for side in specs}
-    _check_vocabularies(vocabularies, specs)
-    if "draft" in specs:
-        _check_special_tokens({side: special_tokens(tokenizers[side]) for side in SIDES})
-    token, lowest = min(vocabularies["target"].items(), key=lambda entry: entry[1])
+    target, draft = tokenizers["target"], tokenizers.get("draft")
+    if not target.vocabulary:
+        raise CheckpointError("vocabulary of target: has no tokens")
+    if draft is not None:
+        _check_vocabularies(target.vocabulary, draft.vocabulary, specs)
+        _check_special_tokens(target.special_tokens, draft.special_tokens)
+    token, lowest = min(target.vocabulary.items(), key=lambda entry: entry[1])
     if lowest < 0:
-        raise CheckpointError(f"{tokenizers['target']}: token {token!r} has id {lowest}: must be at least 0")
-    size = max(vocabularies["target"].values()) + 1
+        raise CheckpointError(f"{target.path}: token {token!r} has id {lowest}: must be at least 0")
+    size = max(target.vocabulary.values()) + 1
     for side, spec in specs.items():
         if spec.vocab_size < size:
             raise CheckpointError(f"vocab_size of {side} = {spec.vocab_size}: its tokenizer has ids up to {size - 1}")
     context = _common_context(specs, max_context)
-    cut = {
+    return {
         side: replace(spec, vocab_size=size, max_context=min(context, spec.max_context)) for side, spec in specs.items()
     }
-    return cut, vocab_hash(vocabularies["target"])
 
 
-def _check_vocabularies(vocabularies: dict[str, dict[str, int]], specs: dict[str, ModelSpec]) -> None:
-    target, draft = vocabularies["target"], vocabularies.get("draft")
-    if not target:
-        raise CheckpointError("vocabulary of target: has no tokens")
-    if draft is None or target == draft:
+def _check_vocabularies(target: dict[str, int], draft: dict[str, int], specs: dict[str, ModelSpec]) -> None:
+    if target == draft:
         return
     token = next(token for token in (*target, *draft) if target.get(token) != draft.get(token))
-    said = " and ".join(
-        f"of {side} ({len(vocabularies[side])} tokens, vocab_size {specs[side].vocab_size})" for side in SIDES
+    sizes = " and ".join(
+        f"of {side} ({len(vocabulary)} tokens, vocab_size {specs[side].vocab_size})"
+        for side, vocabulary in zip(SIDES, (target, draft), strict=True)
     )
     raise CheckpointError(
-        f"vocabulary {said} must be equal: token {token!r} has id {target.get(token)} and {draft.get(token)}"
+        f"vocabulary {sizes} must be equal: token {token!r} has id {target.get(token)} and {draft.get(token)}"
     )
 
 
-def _check_special_tokens(special: dict[str, dict[int, str]]) -> None:
-    target, draft = (special[side] for side in SIDES)
+def _check_special_tokens(target: dict[int, str], draft: dict[int, str]) -> None:
     if target != draft:
         token_id = min(token_id for token_id in target | draft if target.get(token_id) != draft.get(token_id))
         raise CheckpointError(
@@ -134,13 +165,16 @@ def _check_special_tokens(special: dict[str, dict[int, str]]) -> None:
 
 
 def _common_context(specs: dict[str, ModelSpec], max_context: int | None) -> int:
-    """The limit of all models. A draft may reach further than its target; a shorter reach has to be asked for."""
+    """Returns the context limit of all models.
+
+    A draft may have a longer context than its target. A shorter one must be allowed by max_context.
+    """
     target, shortest = specs["target"].max_context, min(spec.max_context for spec in specs.values())
-    reach = "max_position_embeddings of " + " and of ".join(f"{side} = {s.max_context}" for side, s in specs.items())
+    limits = "max_position_embeddings of " + " and of ".join(f"{side} = {s.max_context}" for side, s in specs.items())
     if max_context is not None:
         if not 1 <= max_context <= shortest:
-            raise CheckpointError(f"max_context = {max_context}: must lie in [1, {shortest}]: {reach}")
+            raise CheckpointError(f"max_context = {max_context}: must lie in [1, {shortest}]: {limits}")
         return max_context
     if shortest < target:
-        raise CheckpointError(f"{reach}: the draft cannot follow so far; build with max_context = {shortest}, or less")
+        raise CheckpointError(f"{limits}: the draft is too short; build with max_context = {shortest}, or less")
     return target

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import BucketSpec, TensorSpec
 
 DEFAULT_MAX_CONTEXT = 4096

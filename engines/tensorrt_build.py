@@ -15,7 +15,7 @@ from typing import Any
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.arrays import FLOAT_TYPES
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.decoder import SegmentGraph, build_head, build_segment
 from faser_backend.engines.eagle3 import Eagle3Head
 from faser_backend.engines.graph import WeightStore

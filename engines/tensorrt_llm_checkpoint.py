@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from faser_backend.engines.checkpoint_base import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields
-from faser_backend.engines.safetensors_file import SafetensorsFile
+from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields
+from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
 
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
 OUTSIDE = {"transformer.ln_f.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.engines.checkpoint_base import Checkpoint, CheckpointError
+from faser_backend.engines.checkpoint import Checkpoint, CheckpointError
 
 Shape = tuple[int, ...]
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed, not learned
@@ -86,7 +86,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         """A matrix that is quantised in one way, as it is stored: bytes of blocks [num_outputs, row_bytes]."""
         return self._joined(name, self._checkpoint.read_stored)
 
-    def with_queries_keys_and_values_apart(self) -> ModelWeights:
+    def with_separate_qkv(self) -> ModelWeights:
         """The same weights: qkv as q, k and v, and its bias likewise."""
         sources: dict[str, WeightSource] = {}
         for name, source in self.sources.items():

@@ -12,7 +12,7 @@ import pytest
 
 from faser_backend.core.errors import FaserError, ManifestError
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import EngineManifest, file_sha256
 from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
 
@@ -138,7 +138,7 @@ def test_a_foreign_tokenizer_is_refused_even_with_its_own_hash(engine: Path) -> 
         ({"kv_block_size": 0}, ["kv_block_size", "0"]),
         ({"exit_layers": (3,)}, ["exit_layers", "3", "[1, 2]"]),
         ({"exit_layers": (0,)}, ["exit_layers", "0"]),
-        ({"exit_layers": (2, 1)}, ["exit_layers", "rise"]),
+        ({"exit_layers": (2, 1)}, ["exit_layers", "ascending"]),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict, words: list[str], source: Path, tmp_path: Path) -> None:
@@ -167,6 +167,6 @@ def test_a_rebuild_replaces_engines_and_nothing_else(source: Path, engine: Path,
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="holds something else than engines"):
+    with pytest.raises(CheckpointError, match="has files that are no engines"):
         build_engines(source, source, precious)
     assert (precious / "thesis.txt").read_text() == "years of work"

@@ -1,6 +1,6 @@
 """`PromptFormat`: the special tokens and the chat template of an engine directory's prompts.
 
-`engines/prompts.py` writes it to prompts.json, which the manifest verifies. It is a plain value: the engine's process
+`engines/tokenizer_files.py` writes it to prompts.json, which the manifest verifies. It is a plain value: the engine's process
 sends it to the frontends.
 """
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import EAGLE3, ModelSpec
-from faser_backend.engines.checkpoint import open_checkpoint
 from faser_backend.engines.families import read_spec
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.lab.train_head.head import Head
 

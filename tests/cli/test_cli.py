@@ -162,7 +162,7 @@ def test_build_makes_a_directory_that_loads(run, tmp_path):
     status, out, _ = run(*command)
     assert status == 0 and out.endswith("; replaces the engines that were there\n")
     status, _, err = run("build", "--target", pair / "target", "--output", pair)
-    assert status == 1 and "holds something else than engines, which stays; name a new or empty directory\n" in err
+    assert status == 1 and "has files that are no engines; name a new or an empty directory\n" in err
 
 
 def test_damaged_engine_directory_is_named(run, tmp_path):

@@ -15,11 +15,9 @@ from transformers import PreTrainedModel
 from faser_backend.cli.build import summary
 from faser_backend.core.model import WeightFormat
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
-from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
-from faser_backend.engines.gguf_file import groups_of, read_header
-from faser_backend.engines.weight_formats import format_of, smallest_format
-from faser_backend.engines.weights_build import TRANSPOSED
+from faser_backend.engines.checkpoint import CheckpointError
+from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint, GGUFFile
+from faser_backend.engines.weights_build import ENDS, format_of, groups_of, smallest_format
 from faser_backend.manifest import EngineManifest, ModelEngine
 from tests.cpu.test_runner import BLOCK_SIZE, open_runner
 from tests.engines.test_families import MAX_ERROR
@@ -223,7 +221,7 @@ def test_rows_that_pad_a_vocabulary_are_cut_from_blocks_too(tmp_path: Path) -> N
 
 def with_scale(file: Path, tensor: str, value: float) -> None:
     """Changes the first scale of a tensor."""
-    first = read_header(file).tensors[tensor].first_byte
+    first = GGUFFile(file).tensors[tensor].first_byte
     content = bytearray(file.read_bytes())
     content[first : first + 2] = np.float16(value).tobytes()
     file.write_bytes(content)
@@ -281,7 +279,7 @@ def test_the_numbers_of_smollm2_are_those_of_its_file(tmp_path: Path) -> None:
     shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
     found = restored(target, tmp_path / "engine", shapes)
     matrices = {name for name, shape in shapes.items() if len(shape) == 2}
-    assert found.keys() == matrices and len(TRANSPOSED) + 30 * len(NAMES) - 1 == len(matrices)
+    assert found.keys() == matrices and len(ENDS) + 30 * len(NAMES) - 1 == len(matrices)
     for name in matrices:
         kind, blocks = checkpoint.stored_type(name), checkpoint.read_stored(name)
         np.testing.assert_array_equal(found[name], gguf.quants.dequantize(blocks, Type[kind]), err_msg=name)

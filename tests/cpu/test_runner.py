@@ -19,7 +19,7 @@ from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import BLOCK_SIZE, NUM_BLOCKS
 from tests.engines.test_families import build as build_any

@@ -14,7 +14,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from tests.support.tiny_models import VARIANTS, VOCAB_SIZE, make_rows, random_model, reference_logits, write_model
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 

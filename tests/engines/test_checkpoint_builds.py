@@ -16,11 +16,12 @@ from safetensors.numpy import load_file, save_file
 from faser_backend.core.errors import ManifestError
 from faser_backend.engines.arrays import BFLOAT16, converted_blocks
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import open_checkpoint
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
-from faser_backend.engines.safetensors_file import NewTensor, SafetensorsFile, write_safetensors
+from faser_backend.engines.pairs import open_checkpoint
+from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
 from faser_backend.engines.weights import ModelWeights
+from faser_backend.engines.weights_build import NewTensor, write_safetensors
 from faser_backend.manifest import EngineManifest
 from tests.support.tiny_models import random_model, write_model
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from faser_backend.cli.main import app
 from faser_backend.core.model import EAGLE3
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.eagle3 import is_eagle3
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from tests.support.eagle3_models import (
@@ -63,7 +63,7 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"target_hidden_size": 64}, ("target_hidden_size = 64", "of the target, 32")),
     ({"hidden_size": 48}, ("hidden_size = 48", "of the target, 32", "no embedding of its own")),
     ({"draft_vocab_size": 98}, ("draft_vocab_size = 98", "[1, 97]")),
-    ({"draft_vocab_size": "40"}, ("draft_vocab_size = '40'", "whole number")),
+    ({"draft_vocab_size": "40"}, ("draft_vocab_size = '40'", "an integer")),
     ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state = False",)),
     ({"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}, ("eagle_aux_hidden_state_layer_ids = [2, 4, 5]", "no value")),
     ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config.quant_method = 'fp8'",)),

@@ -14,11 +14,10 @@ from gguf import GGMLQuantizationType as Type
 
 from faser_backend.core.model import RopeScaling
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import open_checkpoint
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.families import read_spec
-from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
-from faser_backend.engines.gguf_file import TYPES
+from faser_backend.engines.gguf_checkpoint import TYPES, GGUFCheckpoint
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import MAX_ERROR, build, largest_error, open_runner
@@ -143,7 +142,7 @@ def test_dequantising_some_rows_at_a_time_changes_nothing(tmp_path: Path, monkey
     file, name = tmp_path / "model.gguf", "model.embed_tokens.weight"
     write_gguf(random_model("qwen2", **QUANTISED), file, kind=Type.Q5_1)
     whole = GGUFCheckpoint(file).read(name)
-    monkeypatch.setattr("faser_backend.engines.gguf_file.NUMBERS_AT_ONCE", 7 * 64)
+    monkeypatch.setattr("faser_backend.engines.gguf_checkpoint.NUMBERS_AT_ONCE", 7 * 64)
     assert np.array_equal(GGUFCheckpoint(file).read(name), whole)
 
 

@@ -81,7 +81,7 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], Words]] = {
     ),
     "a_text_beyond_the_file": (
         lambda d: patched(d, after(d, "general.architecture") + 4, "<Q", 2**23),
-        ["end of general.architecture", "head must end"],
+        ["end of general.architecture", "header must end"],
     ),
     "text_that_is_no_utf8": (
         lambda d: d.replace(b"\x05\0\0\0\0\0\0\0qwen2", b"\x05\0\0\0\0\0\0\0\xffwen2", 1),
@@ -97,7 +97,7 @@ DAMAGED: dict[str, tuple[Callable[[bytes], bytes], Words]] = {
     ),
     "an_array_beyond_the_file": (
         lambda d: patched(d, after(d, TOKENS) + 8, "<Q", 1 << 23),
-        [f"end of {TOKENS}", "head must end"],
+        [f"end of {TOKENS}", "header must end"],
     ),
     "an_array_of_arrays": (lambda d: patched(d, after(d, TOKENS) + 4, "<I", 9), [TOKENS, "9", "nested"]),
     "unknown_type_of_elements": (lambda d: patched(d, after(d, TOKENS) + 4, "<I", 77), [TOKENS, "77"]),

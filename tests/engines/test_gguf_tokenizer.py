@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import open_checkpoint
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.gguf_tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer

@@ -11,7 +11,7 @@ import torch
 
 from faser_backend import LLM, SamplingParams
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import MAX_ERROR, NUM_BLOCKS, open_runner
 from tests.support.serving_pair import byte_level_tokenizer

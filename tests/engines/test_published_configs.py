@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.model import ModelSpec, RopeScaling, rotary_tables
-from faser_backend.engines.checkpoint_base import ConfigFields
+from faser_backend.engines.checkpoint import ConfigFields
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.weights import weight_sources
 

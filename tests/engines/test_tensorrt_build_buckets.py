@@ -11,7 +11,7 @@ import pytest
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.tensorrt_buckets import (
     MAX_ELEMENTS,
     CallLimits,

@@ -11,7 +11,7 @@ import pytest
 
 from faser_backend.core.errors import FaserError
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
 from faser_backend.engines.tensorrt_build import parse_network, require_gpu
 from faser_backend.plugins.tensorrt_import import TensorRt, TensorRtError, import_tensorrt
@@ -121,7 +121,7 @@ def test_a_missing_tensorrt_names_the_extra_to_install(
     [
         ({"dtype": "fp8"}, "dtype = 'fp8': must be one of fp32, fp16, bf16"),
         ({"runtime": "tensorrt_xyz"}, "runtime = 'tensorrt_xyz': must be one of llvm, "),
-        ({"runtime": "llvm"}, "dtype = 'fp16': runtime 'llvm' is built for 'fp32' alone"),
+        ({"runtime": "llvm"}, "dtype = 'fp16': runtime 'llvm' supports only 'fp32'"),
         (
             {"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "9.0"))},
             "compute_capabilities = 9.0: must be one of 7.5, 8.0, 8.6, 8.9, 12.0, 12.1",
@@ -133,7 +133,7 @@ def test_a_missing_tensorrt_names_the_extra_to_install(
         ),
         (
             {"runtime": "torch", "tensorrt": TensorRtOptions()},
-            "runtime = 'torch': limits and targets of TensorRT are for tensorrt_rtx, tensorrt",
+            "runtime = 'torch': limits and targets of TensorRT need one of tensorrt_rtx, tensorrt",
         ),
     ],
 )

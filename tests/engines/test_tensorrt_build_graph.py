@@ -10,11 +10,11 @@ import onnx
 import pytest
 import torch
 
-from faser_backend.engines.checkpoint import open_checkpoint
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE
 from tests.support.gathered_runner import GatheredRunner, Padding

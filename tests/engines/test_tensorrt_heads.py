@@ -13,11 +13,12 @@ from onnx.reference import ReferenceEvaluator
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import EAGLE3
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import HuggingFaceCheckpoint, open_checkpoint
 from faser_backend.engines.decoder import build_head
 from faser_backend.engines.eagle3 import read_head
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.pairs import open_checkpoint
+from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
 from faser_backend.engines.tensorrt_build import TensorRtCompiler
 from faser_backend.engines.tensorrt_plugin_network import plugin_network

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import open_checkpoint
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.families import read_spec
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from tests.engines.test_families import MAX_ERROR, build, largest_error, open_runner
 from tests.support.tiny_models import VARIANTS, random_model, write_model

@@ -13,7 +13,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ManifestError
 from faser_backend.cpu.kernels import attention
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.lab.bench.equality import make_requests
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
@@ -102,7 +102,7 @@ def test_formats_that_cannot_be_are_refused(tmp_path):
         return str(caught.value)
 
     assert refusal(weights="q4") == "weights of target = 'q4': must be one of fp32, fp16, bf16, int8, int4"
-    assert "weights of draft = 'int8': for runtimes of a CPU alone" in refusal(draft_weights="int8", runtime="torch")
+    assert "weights of draft = 'int8': only for runtimes of a CPU" in refusal(draft_weights="int8", runtime="torch")
     assert "weights of draft = 'fp16': there is no draft model" in refusal(None, draft_weights="fp16")
     assert refusal(kv_cache_dtype="bf16") == "kv_cache_dtype = 'bf16': on 'llvm' must be one of fp32, fp16"
     assert refusal(runtime="torch", dtype="bf16", kv_cache_dtype="fp16") == (

@@ -19,7 +19,7 @@ from gguf import GGUFReader
 from tokenizers import Tokenizer
 
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
-from faser_backend.engines.safetensors_file import SafetensorsFile
+from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
 from faser_backend.lab.answers import Answer, Job
 from faser_backend.lab.peers import __main__ as peers
 from faser_backend.lab.peers import files, programs

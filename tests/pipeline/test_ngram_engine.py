@@ -14,7 +14,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.lab.contestants import simulated_contestants
 from faser_backend.lab.simulation.worlds import profile_world
 from faser_backend.manifest import EngineManifest

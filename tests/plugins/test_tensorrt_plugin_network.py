@@ -18,10 +18,10 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from faser_backend.engines.checkpoint import open_checkpoint
 from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.tensorrt_buckets import CallLimits, call_buckets
 from faser_backend.engines.tensorrt_plugin_network import plugin_geometry, plugin_network
 from faser_backend.engines.weights import ModelWeights

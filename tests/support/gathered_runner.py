@@ -14,10 +14,10 @@ import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.engines.arrays import FLOAT_TYPES
-from faser_backend.engines.checkpoint import open_checkpoint
 from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 
 

@@ -14,8 +14,8 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from transformers import PreTrainedModel
 
-from faser_backend.engines.checkpoint import HuggingFaceCheckpoint
-from faser_backend.engines.checkpoint_base import read_json
+from faser_backend.engines.checkpoint import read_json
+from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 
 ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe"}
 NAMES = [  # Hugging Face's pattern -> GGUF's

@@ -27,10 +27,10 @@ from faser_backend.cuda.runtime import CudaRuntime, open_on_device
 from faser_backend.cuda.tensorrt_engine import EngineFile, ProfileRange
 from faser_backend.cuda.tensorrt_segment import TensorRtPrograms
 from faser_backend.device.runtime import ModelPair
-from faser_backend.engines.checkpoint import open_checkpoint
 from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.tensorrt_buckets import CallLimits, call_buckets, narrowed, shapes_of
 from faser_backend.engines.tensorrt_build import TensorRtCompiler
 from faser_backend.engines.weights import ModelWeights

@@ -14,8 +14,8 @@ from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.torch_segment import TorchSegment
 from faser_backend.cuda.torch_weights import load_weights
-from faser_backend.engines.checkpoint import open_checkpoint
 from faser_backend.engines.families import read_spec
+from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.engines.weights_build import WeightsBuilder
 from faser_backend.manifest import ModelEngine

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from faser_backend.core.errors import ManifestError
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.prompts import read_prompts
+from faser_backend.engines.tokenizer_files import read_prompts, read_tokenizer
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
 from faser_backend.text.prompts import PromptFormat
@@ -82,7 +82,7 @@ def build(checkpoint: Path) -> Path:
 @pytest.mark.parametrize("name", ["target", "draft"])
 def test_the_demo_models_load_and_read_as_the_server_does(name: str) -> None:
     directory = DEMO_PAIR / name
-    prompts = read_prompts(directory / "tokenizer.json")
+    prompts = read_prompts(read_tokenizer(directory / "tokenizer.json"))
     served = PromptFormat(prompts.chat_template, prompts.special_tokens, prompts.adds_begin_token is not False)
     theirs = auto_tokenizer(directory)
     check_reads_alike(theirs, TextTokenizer.from_file(directory / "tokenizer.json", served))

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 from faser_backend.core.errors import ManifestError
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint_base import CheckpointError
-from faser_backend.engines.prompts import MAX_TEMPLATE_BYTES, Prompts, read_prompts
+from faser_backend.engines.checkpoint import CheckpointError
+from faser_backend.engines.tokenizer_files import MAX_TEMPLATE_BYTES, Prompts, read_prompts, read_tokenizer
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import PromptFormat
 from tests.support.chat_templates import CHATML, CONVERSATIONS, MISTRAL, USER
@@ -76,14 +76,14 @@ def test_end_ids_come_from_generation_config_else_from_the_eos_token(tmp_path: P
 
 
 def test_a_template_file_is_preferred_and_of_named_ones_the_default(tokenizer_file: Path):
-    assert read_prompts(tokenizer_file) == Prompts()
+    assert read_prompts(read_tokenizer(tokenizer_file)) == Prompts()
     write_config(tokenizer_file, chat_template="one", bos_token={"content": "<|end|>"}, eos_token=None)
-    assert read_prompts(tokenizer_file) == Prompts("one", {"bos_token": "<|end|>"})
+    assert read_prompts(read_tokenizer(tokenizer_file)) == Prompts("one", {"bos_token": "<|end|>"})
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "two"}]
     write_config(tokenizer_file, chat_template=named, add_bos_token=False)
-    assert read_prompts(tokenizer_file) == Prompts("two", adds_begin_token=False)
+    assert read_prompts(read_tokenizer(tokenizer_file)) == Prompts("two", adds_begin_token=False)
     (tokenizer_file.parent / "chat_template.jinja").write_text("three\n")
-    assert read_prompts(tokenizer_file).chat_template == "three\n"
+    assert read_prompts(read_tokenizer(tokenizer_file)).chat_template == "three\n"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_template_file_is_preferred_and_of_named_ones_the_default(tokenizer_fi
 def test_a_malformed_tokenizer_config_is_refused(tokenizer_file: Path, fields: dict[str, Any], message: str):
     write_config(tokenizer_file, **fields)
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: .*{message}"):
-        read_prompts(tokenizer_file)
+        read_prompts(read_tokenizer(tokenizer_file))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_a_malformed_tokenizer_config_is_refused(tokenizer_file: Path, fields: d
 def test_a_malformed_template_file_is_refused(tokenizer_file: Path, content: bytes, message: str):
     (tokenizer_file.parent / "chat_template.jinja").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"chat_template\.jinja: .*{message}"):
-        read_prompts(tokenizer_file)
+        read_prompts(read_tokenizer(tokenizer_file))
 
 
 def test_generate_chats_as_transformers_would_prompt(run, engine_dir: Path, tmp_path: Path):

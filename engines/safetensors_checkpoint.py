@@ -1,0 +1,144 @@
+"""Hugging Face's layout: config.json, and weights in model.safetensors or in the shards that an index lists.
+
+Files are mapped, so that no model is ever held in memory. The library checks a file as a whole (header, offsets,
+length). This module finds each tensor, refuses number formats that cannot be built from, and checks that numbers are
+finite. Pickled weights are never opened.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from faser_backend.engines.arrays import BFLOAT16, first_not_finite
+from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields, read_json
+from faser_backend.files import FileError, check_regular
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+INTEGERS = ("I64", "I32", "BOOL")
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+_METADATA = "__metadata__"
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A directory in Hugging Face's layout."""
+
+    def __init__(self, directory: Path, config: dict[str, Any]) -> None:
+        self.origin = self.directory = directory
+        self.fields = ConfigFields(config, directory / CONFIG_FILE)
+        index = directory / INDEX_FILE
+        if index.is_file():
+            self._file_of = _read_index(index)
+        else:
+            weights = _open_weights(directory / WEIGHTS_FILE)
+            self._file_of = dict.fromkeys(weights.names, weights)
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._file_of.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._file_of[name].shape(name)
+
+    def dtype(self, name: str) -> str:
+        return self._file_of[name].dtype(name)
+
+    def read(self, name: str) -> np.ndarray:
+        return self._file_of[name].read(name)
+
+    def read_integers(self, name: str) -> np.ndarray:
+        """Reads a tensor of integers or booleans as int64."""
+        return self._file_of[name].read_integers(name)
+
+
+def _read_index(index: Path) -> dict[str, SafetensorsFile]:
+    """Returns the shard of each tensor, as the index says and the shards confirm."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map = {weight_map!r}: must map tensors to files")
+    shards: dict[str, SafetensorsFile] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or shard in ("", "..", "."):
+            raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: must be a plain file name")
+        if not shard.endswith(".safetensors"):
+            raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: only .safetensors files are read")
+        if shard not in shards:
+            shards[shard] = _open_weights(index.parent / shard)
+        if name not in shards[shard].names:
+            raise CheckpointError(f"{index.parent / shard}: tensor {name} is missing, though {index.name} lists it")
+    return {name: shards[shard] for name, shard in weight_map.items()}
+
+
+def _open_weights(path: Path) -> SafetensorsFile:
+    """Opens a weight file. If it is missing, the error names a pickle that lies there instead."""
+    pickles = sorted(found.name for pattern in PICKLES for found in path.parent.glob(pattern))
+    if pickles and not path.exists():
+        raise CheckpointError(
+            f"{path}: missing; {pickles[0]} is a pickle, which could run code when it is opened: "
+            "convert it to safetensors"
+        )
+    return SafetensorsFile(path)
+
+
+class SafetensorsFile:
+    """A checked file. The mapping of a tensor lives as long as the array that `read` returned."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises CheckpointError, naming the file, if it is missing or malformed."""
+        self.path = path
+        try:
+            check_regular(path)
+            with safe_open(path, "np"):
+                pass
+            with path.open("rb") as file:
+                num_header_bytes = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(num_header_bytes))
+        except FileError as error:
+            raise CheckpointError(str(error)) from None
+        except (OSError, SafetensorError, RecursionError) as error:
+            raise CheckpointError(f"{path}: not readable as safetensors ({error})") from None
+        self._entries: dict[str, dict] = {name: entry for name, entry in header.items() if name != _METADATA}
+        self._first_byte = 8 + num_header_bytes
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._entries.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._entries[name]["shape"])
+
+    def dtype(self, name: str) -> str:
+        """Returns the format as safetensors spells it. Raises CheckpointError for one that cannot be built from."""
+        return self._checked_dtype(name, DTYPES)
+
+    def read(self, name: str, part: int | slice | tuple[int | slice, ...] = ()) -> np.ndarray:
+        """Returns a read-only view of a tensor, or of a part of it, in the file's dtype.
+
+        Raises CheckpointError if a number of that part is not finite.
+        """
+        offset = self._first_byte + self._entries[name]["data_offsets"][0]
+        tensor = np.memmap(self.path, DTYPES[self.dtype(name)], "r", offset, self.shape(name))[part]
+        index = first_not_finite(tensor)
+        if index is not None:
+            where = f" of part {part}" if part != () else ""
+            raise CheckpointError(f"{self.path}: {name}{list(index)}{where} = {tensor[index]}: must be finite")
+        return tensor
+
+    def read_integers(self, name: str) -> np.ndarray:
+        """Reads a tensor of integers or booleans as int64. Raises CheckpointError for another format."""
+        self._checked_dtype(name, INTEGERS)
+        with safe_open(self.path, "np") as file:
+            return file.get_tensor(name).astype(np.int64)
+
+    def _checked_dtype(self, name: str, choices: Collection[str]) -> str:
+        dtype = self._entries[name]["dtype"]
+        if dtype not in choices:
+            raise CheckpointError(f"{self.path}: {name} has dtype {dtype}: must be one of {', '.join(choices)}")
+        return dtype
