@@ -187,9 +187,8 @@ class GGUFCheckpoint(Checkpoint):
         num_heads = self.fields.count(HEADS[kind], MAX_HEADS, default)
         num_rows = self._file.tensors[tensor].shape[0]
         if num_rows % (2 * num_heads):
-            raise CheckpointError(
-                f"{self.origin}: rows of {tensor} = {num_rows}: must be a multiple of {2 * num_heads}, for {num_heads} heads"
-            )
+            wanted = f"must be a multiple of {2 * num_heads}, for {num_heads} heads"
+            raise CheckpointError(f"{self.origin}: rows of {tensor} = {num_rows}: {wanted}")
         return num_heads
 
 
