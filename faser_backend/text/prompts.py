@@ -1,7 +1,7 @@
 """`PromptFormat`: the special tokens and the chat template of an engine directory's prompts.
 
-`engines/tokenizer_files.py` writes it to prompts.json, which the manifest verifies. It is a plain value: the engine's process
-sends it to the frontends.
+`engines/tokenizer_files.py` writes it to prompts.json, which the manifest verifies. It is a plain value: the engine's
+process sends it to the frontends.
 """
 
 from __future__ import annotations
