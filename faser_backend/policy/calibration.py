@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -99,12 +99,6 @@ class MarginCurve:
         """Returns the chance of acceptance of draft tokens with these margins, same shape."""
         return sigmoid(self.logits(margins))
 
-    def mixed(self, other: MarginCurve, share: float) -> MarginCurve:
-        """Returns the curve of draft tokens of which a share in [0, 1] follows the other curve."""
-        own, others = (1.0 - share) * self.margin_shares, share * other.margin_shares
-        shares = own + others
-        return MarginCurve(shares, (own * self.match_probs + others * other.match_probs) / shares)
-
 
 class MatchCalibration:
     """Chances of acceptance by margin, updated online."""
@@ -158,49 +152,51 @@ def sigmoid(scores: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-np.clip(scores, -500.0, 500.0)))
 
 
+class Chances(NamedTuple):
+    """The present state of an AcceptanceModel, for one batch."""
+
+    offsets: np.ndarray  # [B] added to the log odds of each request's draft tokens
+    curves: tuple[MarginCurve, ...]  # [S] by source of chains, the engine's drafter first; those that make chains
+    versions: tuple[int, ...]  # [S] a curve changes with its version
+    shares: tuple[float, ...]  # [S] of the latest chains, summing to 1
+    match_logits: np.ndarray  # [M], or [S, M] if there are several sources, as in a TrimRule
+
+
 class AcceptanceModel:
-    """Learns chances of acceptance from every step's tests: by margin, and an offset of each request."""
+    """Learns chances of acceptance from every step's tests: a curve over margins, and an offset of each request."""
 
     def __init__(self, margins: Mapping[str, MarginCounts]) -> None:
-        # By source of chains and kind of request; margins are the engine's drafter's.
-        self._calibrations = [
-            [MatchCalibration(margins.get(kind) if source == MAIN else None) for kind in KINDS]
-            for source in range(CLIENT)
-        ]
-        self._num_chains = np.eye(CLIENT)[MAIN]  # by source, of late
+        """margins: counts of the engine's drafter, by kind of request."""
+        counts = [(each.tested, each.accepted) for each in margins.values()]
+        known = MarginCounts(*np.sum(counts, axis=0)) if counts else None
+        self._calibrations = [MatchCalibration(known if source == MAIN else None) for source in range(CLIENT)]
+        self._num_chains = np.eye(CLIENT)[MAIN]  # by source, older ones faded
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
         self.num_tests = 0
 
     @property
-    def version(self) -> tuple[int, ...]:
-        """Changes with the curves."""
-        return tuple(calibration.version for of_source in self._calibrations for calibration in of_source)
-
-    @property
-    def source_shares(self) -> np.ndarray:
-        """[CLIENT] shares of the chains of late, summing to 1."""
-        return self._num_chains / self._num_chains.sum()
-
-    @property
     def has_look_ups(self) -> bool:
-        """Whether others than the engine's drafter make chains."""
+        """Whether look-ups make chains beside the engine's drafter."""
         return bool(self._num_chains[1:].any())
 
-    def curve(self, sampled_share: float, source: int = MAIN) -> MarginCurve:
-        """The chances by margin of a batch in which this share of the requests does not decode greedily."""
-        greedy, sampled = (calibration.curve for calibration in self._calibrations[source])
-        if sampled_share in (0.0, 1.0):
-            return sampled if sampled_share else greedy
-        return greedy.mixed(sampled, sampled_share)
+    @property
+    def curve(self) -> MarginCurve:
+        """The chances of the engine's drafter."""
+        return self._calibrations[MAIN].curve
 
-    def match_logits(self, sampled_share: float) -> np.ndarray:
-        """As a TrimRule holds them: [M], or [CLIENT, M] where look-ups make chains."""
-        sources = range(CLIENT if self.has_look_ups else 1)
-        found = np.stack([self.curve(sampled_share, source).match_logits for source in sources])
-        return found if self.has_look_ups else found[0]
+    def read(self, sequences: Sequence[RunningSequence]) -> Chances:
+        """Returns the chances of a batch."""
+        used = self._calibrations if self.has_look_ups else self._calibrations[:1]
+        return Chances(
+            self.offsets(sequences),
+            tuple(each.curve for each in used),
+            tuple(each.version for each in used),
+            tuple((self._num_chains / self._num_chains.sum()).tolist()[: len(used)]),
+            np.stack([each.curve.match_logits for each in used]) if len(used) > 1 else used[0].curve.match_logits,
+        )
 
     def offsets(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
-        """[B] what is added to the logits of each request's chances. Forgets the requests that are gone."""
+        """Returns the offset [B] of each request. Forgets the requests that are gone."""
         known = self._requests
         if len(known) > 2 * len(sequences) + 16:
             self._requests = known = {each: known[each] for each in sequences if each in known}
@@ -217,17 +213,14 @@ class AcceptanceModel:
         if not isinstance(rows, slice):
             decodes = [decodes[row] for row in rows]
             margins, num_accepted, num_tested = margins[rows], num_accepted[rows], num_tested[rows]
-        groups = np.array([not each.request.sampling.is_greedy for each in decodes], np.int64)  # kinds
         sources = record.frontier.sources[rows]
-        groups += len(KINDS) * sources
         if self.has_look_ups or sources.any():
             self._count_chains(sources[record.frontier.num_drafted[rows] > 0])
-        for group in np.unique(groups).tolist():
-            of_group = slice(None) if (groups == group).all() else np.flatnonzero(groups == group)
-            own = decodes if isinstance(of_group, slice) else [decodes[index] for index in of_group]
-            source, kind = divmod(group, len(KINDS))
-            calibration = self._calibrations[source][kind]
-            self._observe(calibration, own, margins[of_group], num_accepted[of_group], num_tested[of_group])
+        for source in np.unique(sources).tolist():
+            of_source = slice(None) if (sources == source).all() else np.flatnonzero(sources == source)
+            own = decodes if isinstance(of_source, slice) else [decodes[index] for index in of_source]
+            calibration = self._calibrations[source]
+            self._observe(calibration, own, margins[of_source], num_accepted[of_source], num_tested[of_source])
 
     def _count_chains(self, sources: np.ndarray) -> None:
         """sources [n] of a step's chains."""
@@ -242,7 +235,7 @@ class AcceptanceModel:
         num_accepted: np.ndarray,
         num_tested: np.ndarray,
     ) -> None:
-        """margins [B, K], num_accepted and num_tested [B], of one kind of requests."""
+        """Learns from chains of one source: margins [B, K], num_accepted and num_tested [B]."""
         known, fresh = self._requests, (0.0, _PRIOR_PRECISION)
         of_request = np.fromiter(
             chain.from_iterable(known.get(each, fresh) for each in sequences), np.float64, 2 * len(sequences)
@@ -260,8 +253,3 @@ class AcceptanceModel:
         tested = int(num_tested.sum())
         self.num_tests += tested
         calibration.observe(margins, num_accepted, num_tested)
-
-
-def sampled_share(sequences: Sequence[RunningSequence]) -> float:
-    """The share of the requests that do not decode greedily."""
-    return sum([not sequence.request.sampling.is_greedy for sequence in sequences]) / len(sequences)

@@ -7,14 +7,16 @@ distribution after each draft token is a convolution. docs/policies.md derives t
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.decision import PipelineMode, Score
+from faser_backend.core.decision import WHOLE, PipelineMode, Score
 from faser_backend.core.record import StepRecord
-from faser_backend.policy.calibration import MarginCurve, sigmoid
-from faser_backend.policy.times import BatchTimes
+from faser_backend.policy.calibration import Chances, MarginCurve, sigmoid
+from faser_backend.policy.cost_model import TARGET, BatchTimes, CostModel
+from faser_backend.policy.early_exit import ExitCalibration
 
 # [F] of survival: below the first a chain is not drafted on, below the second a drafted token's row is not verified.
 # Where a row costs as much as a draft call the two are alike, where it costs next to nothing every row is verified.
@@ -26,6 +28,7 @@ _LOG_STEP, _NUM_STATES = 0.15, 28  # of -log survival: down to 0.015
 _GOES_ON, _HAS_ROW = (
     np.arange(_NUM_STATES) * _LOG_STEP <= -np.log(np.maximum(floors, 1e-9))[:, None] for floors in (FLOORS, _ROW_FLOORS)
 )  # bool [F, S]
+REFITS, MOST_TABLES = 4, 8  # of a curve, after which its table is made anew; tables that are kept
 _SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
 _SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
 
@@ -36,14 +39,6 @@ class ChainMeans(NamedTuple):
     drafting: np.ndarray  # share of the chains that draft token j
     verified: np.ndarray  # share whose row j is verified
     kept: np.ndarray  # chance that tokens 1..j are accepted and row j is there, so that it emits a token
-
-
-def mixed(parts: list[tuple[float, ChainMeans]]) -> ChainMeans:
-    """Returns the means of a mix of chains, (share, chains) each, the engine's drafter's first: it alone takes draft
-    calls."""
-    drafting = parts[0][0] * parts[0][1].drafting
-    verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
-    return ChainMeans(drafting, np.asarray(verified), np.asarray(kept))
 
 
 class ChainYield:
@@ -105,6 +100,55 @@ class ChainTable:
         return ChainMeans(*np.tensordot(self._shares, weights / offsets.size, (1, 0)))
 
 
+class ChainTables:
+    """The tables of the latest batches; each is kept until its curve has changed a few times."""
+
+    def __init__(self, max_draft_tokens: int) -> None:
+        self._max_draft_tokens = max_draft_tokens
+        self._tables: dict[tuple[int, int], ChainTable] = {}  # by source and version
+
+    def means(self, chances: Chances) -> ChainMeans:
+        """Returns the means of a batch's chains, of all sources."""
+        parts = []
+        for source, share in enumerate(chances.shares):
+            if share:
+                key = source, chances.versions[source] // REFITS
+                if key not in self._tables:
+                    if len(self._tables) > MOST_TABLES:
+                        self._tables.clear()
+                    self._tables[key] = ChainTable(chances.curves[source], self._max_draft_tokens)
+                parts.append((share, self._tables[key].of(chances.offsets)))
+        return parts[0][1] if len(parts) == 1 else mixed(parts)
+
+
+def mixed(parts: list[tuple[float, ChainMeans]]) -> ChainMeans:
+    """Returns the means of a mix of chains, (share, chains) each, the engine's drafter's first: it alone takes draft
+    calls."""
+    drafting = parts[0][0] * parts[0][1].drafting
+    verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
+    return ChainMeans(drafting, np.asarray(verified), np.asarray(kept))
+
+
+def scores_of(
+    times: dict[tuple[int, str], BatchTimes], size: int, chains: ChainMeans, chain_yield: ChainYield
+) -> tuple[Score, ...]:
+    """Returns the score of every candidate: plain and serial, then the overlapped ones of each split in `times`.
+
+    times: by size and partition; of a split for the batch and, if it can be halved, for half of it.
+    """
+    whole, ratios = times[size, WHOLE], chain_yield.ratios
+    scores = [plain_score(whole), round_score(PipelineMode.SERIAL, whole, chains, ratios)]
+    for (num_sequences, partition), split in times.items():
+        if partition != WHOLE:
+            is_cohort = num_sequences < size
+            scores.append(
+                round_score(PipelineMode.PING_PONG, split, chains, ratios)
+                if is_cohort
+                else run_ahead_score(split, chains, ratios)
+            )
+    return tuple(scores)
+
+
 def plain_score(times: BatchTimes) -> Score:
     """Plain decoding: a token of every sequence per step."""
     return Score(None, times.partition, 0, 0.0, 0.0, 0.0, times.size, float(times.verify_us[0]))
@@ -155,3 +199,49 @@ def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, 
     accepted = size * float(share[best] * kept[: best + 1].sum())
     found = float(num_extra[best]), accepted, float(tokens[best]), float(step_us[best])
     return Score(PipelineMode.RUN_AHEAD, times.partition, best + 1, 0.0, *found)
+
+
+class VerifyBatch(NamedTuple):
+    """A policy's expectation of one verification, before exits."""
+
+    num_sequences: int
+    num_rows: int  # that enter it, anchors included
+    context_tokens: int  # the longest
+    num_accepted: float  # draft tokens that would be accepted, over the batch
+    tokens_per_us: float  # what the batch earns per time: turns lost tokens into time
+    is_trimmed: bool = False  # confidence trimming has already taken the least likely rows
+    partition: str = WHOLE
+
+
+def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: VerifyBatch) -> float:
+    """Microseconds that this exit alone saves a verification on average; negative where it costs.
+
+    Deeper segments, sampling and acceptance of the pruned rows, less the time that the lost tokens are worth, less
+    the exit's own scores and bookkeeping. The longest chain is taken to stay.
+    """
+    num_draft_rows = batch.num_rows - batch.num_sequences
+    if num_draft_rows <= 0:
+        return 0.0
+    share, retention = calibration.trimmed_pruned_share, calibration.trimmed_retention
+    if not batch.is_trimmed:
+        share, retention = calibration.pruned_share(num_draft_rows / batch.num_sequences), calibration.retention
+    num_pruned = share * num_draft_rows
+    before, after = costs.call_us(
+        TARGET,
+        batch.partition,
+        np.array([batch.num_rows, batch.num_rows - num_pruned]),
+        batch.num_sequences,
+        batch.context_tokens,
+        max_rows=math.ceil(batch.num_rows / batch.num_sequences),
+        first_segment=calibration.segment + 1,
+    )
+    saved_us = float(before - after) + num_pruned * costs.overhead.step_row_us
+    lost_us = (1.0 - retention) * batch.num_accepted / batch.tokens_per_us
+    return saved_us - lost_us - float(costs.overhead.exit(batch.num_rows))
+
+
+def best_exit(costs: CostModel, exits: tuple[ExitCalibration, ...], batch: VerifyBatch) -> ExitCalibration | None:
+    """The exit that saves most in such verifications; None where none pays."""
+    savings = [predicted_saving_us(costs, calibration, batch) for calibration in exits]
+    best = max(range(len(exits)), key=savings.__getitem__, default=None)
+    return None if best is None or savings[best] <= 0.0 else exits[best]

@@ -1,7 +1,7 @@
 """Token-wise early exit: predicts between target segments which draft tokens will be rejected.
 
 Prune rows, never tests: row j is judged by draft tokens 1..j alone, so what is emitted stays exact
-(policy/acceptance.py). Whether an exit is worth its price is a question of its own: `predicted_saving_us`.
+(policy/acceptance.py). policy/candidates.py decides whether an exit is worth its price.
 Pure; the pipeline calls it with the leads that the exit head gives to draft tokens (core/decision.py ExitView).
 """
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.decision import WHOLE, ExitView
+from faser_backend.core.decision import ExitView
 from faser_backend.policy.calibration import MarginCurve, logits, sigmoid
-from faser_backend.policy.cost_model import TARGET, CostModel
 
 NUM_CANDIDATES = 8  # that the exit head scores per row: the draft's best tokens
 
@@ -90,49 +88,3 @@ class EarlyExit:
         calibration = next(each for each in self.calibrations if each.segment == view.segment)
         survival = calibration.survival(sigmoid(scores), view.exit_margins)
         return np.minimum(1 + np.count_nonzero(survival >= calibration.threshold, axis=1), view.num_rows)
-
-
-class VerifyBatch(NamedTuple):
-    """A policy's expectation of one verification, before exits."""
-
-    num_sequences: int
-    num_rows: int  # that enter it, anchors included
-    context_tokens: int  # the longest
-    num_accepted: float  # draft tokens that would be accepted, over the batch
-    tokens_per_us: float  # what the batch earns per time: turns lost tokens into time
-    is_trimmed: bool = False  # confidence trimming has already taken the least likely rows
-    partition: str = WHOLE
-
-
-def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: VerifyBatch) -> float:
-    """Microseconds that this exit alone saves a verification on average; negative where it costs.
-
-    Deeper segments, sampling and acceptance of the pruned rows, less the time that the lost tokens are worth, less
-    the exit's own scores and bookkeeping. The longest chain is taken to stay.
-    """
-    num_draft_rows = batch.num_rows - batch.num_sequences
-    if num_draft_rows <= 0:
-        return 0.0
-    share, retention = calibration.trimmed_pruned_share, calibration.trimmed_retention
-    if not batch.is_trimmed:
-        share, retention = calibration.pruned_share(num_draft_rows / batch.num_sequences), calibration.retention
-    num_pruned = share * num_draft_rows
-    before, after = costs.call_us(
-        TARGET,
-        batch.partition,
-        np.array([batch.num_rows, batch.num_rows - num_pruned]),
-        batch.num_sequences,
-        batch.context_tokens,
-        max_rows=math.ceil(batch.num_rows / batch.num_sequences),
-        first_segment=calibration.segment + 1,
-    )
-    saved_us = float(before - after) + num_pruned * costs.overhead.step_row_us
-    lost_us = (1.0 - retention) * batch.num_accepted / batch.tokens_per_us
-    return saved_us - lost_us - float(costs.overhead.exit(batch.num_rows))
-
-
-def best_exit(costs: CostModel, exits: tuple[ExitCalibration, ...], batch: VerifyBatch) -> ExitCalibration | None:
-    """The exit that saves most in such verifications; None where none pays."""
-    savings = [predicted_saving_us(costs, calibration, batch) for calibration in exits]
-    best = max(range(len(exits)), key=savings.__getitem__, default=None)
-    return None if best is None or savings[best] <= 0.0 else exits[best]

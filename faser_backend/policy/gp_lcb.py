@@ -22,9 +22,9 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import AcceptanceModel, sampled_share, sigmoid
+from faser_backend.policy.calibration import AcceptanceModel, sigmoid
+from faser_backend.policy.cost_model import BatchTimes, BatchTimesCache
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
-from faser_backend.policy.times import BatchTimes, BatchTimesCache
 
 
 def smooth(points: np.ndarray, length_scale: float) -> np.ndarray:
@@ -147,7 +147,7 @@ class GpLcb:
     def _rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the chance [B] that a draft token of each request is accepted, seen with optimism: what was not
         tested for long is worth a new try."""
-        curve = self._acceptance.curve(sampled_share(sequences))
+        curve = self._acceptance.curve
         hope = OPTIMISM + self._num_plain / MEMORY_STEPS
         offsets = self._acceptance.offsets(sequences) + hope
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)

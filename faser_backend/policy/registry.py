@@ -15,7 +15,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.core.tree import MAX_TREE_TOKENS
 from faser_backend.policy.baselines import FixedLength, Goodput
-from faser_backend.policy.calibration import AcceptanceModel, sampled_share
+from faser_backend.policy.calibration import AcceptanceModel
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.speculation import (
@@ -163,8 +163,7 @@ class ForcedPolicy:
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         fields = self._fields
         if self._exits:
-            pruner = EarlyExit(self._exits, self._acceptance.curve(sampled_share(sequences)))
-            fields = fields | {"pruner": pruner}
+            fields = fields | {"pruner": EarlyExit(self._exits, self._acceptance.curve)}
         return replace(self._policy.decide(sequences, num_prefilling), **fields)
 
     def observe(self, record: StepRecord) -> None:

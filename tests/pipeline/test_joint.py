@@ -176,12 +176,13 @@ def test_each_source_has_a_curve_of_its_own():
     acceptance = AcceptanceModel({})
     for _ in range(100):
         acceptance.observe(in_steps_of_two([5, 0]))
-    main, look_up = (acceptance.curve(0.0, source).chances(np.array([2.0]))[0] for source in (MAIN, NGRAM))
+    chances = acceptance.read([])
+    main, look_up = (curve.chances(np.array([2.0]))[0] for curve in chances.curves)
     assert main > 0.9 and look_up < 0.4
-    assert acceptance.source_shares == pytest.approx([0.5, 0.5], abs=0.02)
-    found = acceptance.match_logits(0.0)
+    found = chances.match_logits
+    assert chances.shares == pytest.approx([0.5, 0.5], abs=0.02)
     assert found.shape == (2, 14) and (found[0] != found[1]).any()
-    assert AcceptanceModel({}).match_logits(0.0).shape == (14,), "a drafter that is alone"
+    assert AcceptanceModel({}).read([]).match_logits.shape == (14,), "a drafter that is alone"
 
 
 def test_rows_are_trimmed_by_their_own_sources_chances():

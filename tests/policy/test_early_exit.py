@@ -16,8 +16,9 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.core.request import Request, Sampling
 from faser_backend.engines.build import build_engines
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
+from faser_backend.policy.candidates import VerifyBatch, best_exit, predicted_saving_us
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, VerifyBatch, best_exit, predicted_saving_us
+from faser_backend.policy.early_exit import EarlyExit, ExitCalibration
 from faser_backend.profiling.calibration import ProbePolicy
 from faser_backend.serving.compose import build_engine
 from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_draft
