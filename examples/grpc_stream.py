@@ -1,4 +1,4 @@
-"""Triton's gRPC, streaming: `python examples/grpc_stream.py [ADDRESS]` beside `faser serve`."""
+"""A streaming client of Triton's gRPC: `python examples/grpc_stream.py [ADDRESS]`, with `faser serve` running."""
 
 import queue
 import sys

@@ -1,4 +1,4 @@
-"""Triton's HTTP, server-sent events, no client library: `python examples/http_stream.py [URL]` beside `faser serve`."""
+"""A streaming client of Triton's HTTP, without a client library: `python examples/http_stream.py [URL]`."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A batch without a server: `python examples/offline_batch.py [ENGINE_DIR]`, by default the demo pair."""
+"""A batch without a server: `python examples/offline_batch.py [ENGINE_DIR]`. The default is the demo pair."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""OpenAI's own client: `python examples/openai_client.py [URL]` beside `faser serve --openai-port 9000`."""
+"""OpenAI's own client: `python examples/openai_client.py [URL]`, with `faser serve --openai-port 9000` running."""
 
 import sys
 
@@ -6,7 +6,7 @@ from openai import OpenAI
 
 if __name__ == "__main__":
     url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:9000/v1"
-    client = OpenAI(base_url=url, api_key="none")  # a key where the server was given --api-key-file
+    client = OpenAI(base_url=url, api_key="none")  # a real key if the server has --api-key-file
     model = client.models.list().data[0].id
     prompt = "def read_lines(path):\n"
     for chunk in client.completions.create(model=model, prompt=prompt, max_tokens=40, temperature=0, stream=True):

@@ -1,6 +1,6 @@
-"""A policy of one's own: `python examples/policy.py [ENGINE_DIR]`; any command takes it as --policy file:policy.py.
+"""A custom policy: `python examples/policy.py [ENGINE_DIR]`. Any command takes it as --policy file:policy.py.
 
-It has eight draft tokens to give in a step, and gives most to the requests whose drafts were accepted most.
+It shares eight draft tokens per step among the requests, in proportion to their acceptance rates.
 """
 
 import sys
@@ -8,23 +8,23 @@ import sys
 from faser_backend import LLM, SamplingParams
 from faser_backend.core.decision import WHOLE, Decision
 
-BUDGET = 8  # draft tokens of a step
+BUDGET = 8  # draft tokens per step
 
 
 class Shares:
     is_drafting = True  # a draft model is needed
-    partitions = (WHOLE,)  # it never asks for a split of the device
+    partitions = (WHOLE,)  # it never splits the device
 
     def decide(self, sequences, num_prefilling=0):
         rates = []
         for each in sequences:
             accepted, tested = each.server_acceptance
-            rates.append((accepted + 1) / (tested + 2))  # a half before anything is known
+            rates.append((accepted + 1) / (tested + 2))  # 1/2 before the first draft
         total = sum(rates)
         return Decision([round(BUDGET * rate / total) for rate in rates])
 
     def observe(self, record):
-        """The sequences count for themselves."""
+        """Does nothing: the sequences hold their own counts."""
 
 
 def make_policy(load_knowledge):

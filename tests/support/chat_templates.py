@@ -1,8 +1,8 @@
-"""Chat templates in the manner of public checkpoints, and conversations to write with them."""
+"""Chat templates like those of public checkpoints, and conversations to render with them."""
 
 from __future__ import annotations
 
-# As Qwen's: a default system message, whitespace control, the answer's header on request.
+# Like Qwen's: a default system message, whitespace control, an optional header of the answer.
 CHATML = """\
 {%- if messages[0].role != 'system' %}
     {{- '<|im_start|>system\\nYou answer briefly.<|im_end|>\\n' }}
@@ -15,7 +15,7 @@ CHATML = """\
 {%- endif %}
 """
 
-# As Llama 3's: begins with bos_token, keeps the system message apart, tells the date, knows tools it is not given.
+# Like Llama 3's: begins with bos_token, separates the system message, writes the date, supports tools.
 LLAMA_3 = """\
 {{- bos_token }}
 {%- if not date_string is defined %}
@@ -47,7 +47,7 @@ LLAMA_3 = """\
 {%- endif %}
 """
 
-# As Mistral's: a namespace, roles that must take turns, lines that trim_blocks and lstrip_blocks must clean up.
+# Like Mistral's: a namespace, alternating roles, lines that trim_blocks and lstrip_blocks must clean up.
 MISTRAL = """\
 {% if messages[0]["role"] == "system" %}
     {% set system_message = messages[0]["content"] %}
@@ -74,7 +74,7 @@ MISTRAL = """\
 {% endfor %}
 """
 
-# What is allowed besides: marks of what the assistant wrote, loop controls, JSON, macros, blocks of whitespace.
+# Further features: generation tags, loop controls, JSON, macros, blocks of whitespace.
 ODD = """\
 {% macro turn(message) %}[{{ message.role|upper }}] {{ message | tojson }}{% endmacro %}
 {% for message in messages %}
@@ -107,7 +107,7 @@ CONVERSATIONS = {
     ],
 }
 
-# As Hermes's and Qwen's where they have tools: each function as JSON, calls between tags, results as a user's words.
+# Like those of Hermes and Qwen with tools: functions as JSON, calls between tags, results as user messages.
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\nYou may call these functions:\\n' }}

@@ -1,6 +1,6 @@
-"""Every field of the OpenAI-compatible API: what it is here, and a request that uses it.
+"""The fields of the OpenAI-compatible API, each with a note and a value that uses it.
 
-docs/openai.md has the table (`python -m tests.support.openai_cases`); test_openai.py asks every row.
+`python -m tests.support.openai_cases` writes the table of docs/openai.md; test_openai.py sends every row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WEATHER = {
         },
     },
 }
-FLAT_WEATHER = {"type": "function", **WEATHER["function"]}  # as /v1/responses has it
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}  # as /v1/responses writes it
 COLOUR = {
     "type": "object",
     "properties": {"hue": {"enum": ["red", "blue"]}},
@@ -38,7 +38,7 @@ _SCHEMA = {"type": "json_schema", "json_schema": {"name": "colour", "schema": CO
 
 
 class Field(NamedTuple):
-    """value: one that uses the field; note: for the table; beside: what has to come with it."""
+    """A field. value: uses it; note: for the table; beside: fields that it needs."""
 
     value: Any
     note: str = "as OpenAI's"
@@ -46,65 +46,65 @@ class Field(NamedTuple):
 
 
 _SHARED = {
-    "model": Field(MODEL, "must be the served name; may be left out"),
+    "model": Field(MODEL, "the served name, or left out"),
     "modalities": Field(["text"], "text only"),
-    "temperature": Field(0.5, "1 unless given"),
+    "temperature": Field(0.5, "default 1"),
     "top_p": Field(0.9),
     "stream": Field(False, "server-sent events"),
     "stream_options": Field({"include_usage": True}, "include_usage, continuous_usage_stats", {"stream": True}),
-    "seed": Field(7, "the same answer whatever else runs; a fresh one unless given"),
+    "seed": Field(7, "repeats the answer, whatever else runs; default: a fresh one"),
     "frequency_penalty": Field(0.5),
     "presence_penalty": Field(0.5),
-    "top_k": Field(5, "extension: -1 and 0 are off"),
+    "top_k": Field(5, "extension: -1 and 0 turn it off"),
     "min_p": Field(0.1, "extension"),
     "repetition_penalty": Field(1.1, "extension"),
     "min_tokens": Field(2, "extension"),
     "ignore_eos": Field(True, "extension: end tokens do not end the answer"),
-    "num_draft_tokens": Field(2, "extension: a cap on speculation; 0 opts out"),
-    "spec_decode_metrics": Field("summary", "extension: `metrics.speculative_decoding` of the answer, or `detailed`"),
-    "return_token_details": Field(True, "extension: chunks tell which pieces of text were drafted", {"stream": True}),
+    "num_draft_tokens": Field(2, "extension: limits speculation; 0 turns it off"),
+    "spec_decode_metrics": Field("summary", "extension: `summary` or `detailed`, in `metrics.speculative_decoding`"),
+    "return_token_details": Field(True, "extension: chunks mark drafted pieces of text", {"stream": True}),
 }
 _CHOICES = {
     "n": Field(2, "seeds s, s + 1, ..."),
-    "stop": Field(["zz", "qq"], "the text ends before it; `stop_reason` tells which"),
+    "stop": Field(["zz", "qq"], "the text ends before it; `stop_reason` names it"),
     "logit_bias": Field({"5": 1.5}),
 }
 _TOOLS = {
     "tools": Field([WEATHER], "functions"),
     "tool_choice": Field("required", "none, auto, required or a name, by grammar", {"tools": [WEATHER]}),
-    "parallel_tool_calls": Field(False, "false keeps the first call alone", {"tools": [WEATHER]}),
+    "parallel_tool_calls": Field(False, "false keeps the first call only", {"tools": [WEATHER]}),
 }
 FIELDS: dict[type, dict[str, Field]] = {
     CompletionBody: {
         "prompt": Field([[5, 6, 7], [8, 9]], "text, token ids, or lists of either"),
-        "max_tokens": Field(4, "16 unless given; 0 with echo gives the prompt alone"),
+        "max_tokens": Field(4, "default 16; 0 with echo returns the prompt alone"),
         **_SHARED,
         **_CHOICES,
-        "logprobs": Field(2, "of the target's own distribution"),
-        "echo": Field(True, "with logprobs: those of the prompt's tokens too, the first of which is null"),
+        "logprobs": Field(2, "from the target's own distribution"),
+        "echo": Field(True, "repeats the prompt, with logprobs if requested; the first is null"),
         "best_of": Field(1, "must equal n"),
     },
     ChatBody: {
         "messages": Field(MESSAGES, "text content; roles system, developer, user, assistant, tool"),
-        "max_tokens": Field(4, "the rest of the context unless given"),
-        "max_completion_tokens": Field(4, "goes before max_tokens"),
+        "max_tokens": Field(4, "default: the rest of the context"),
+        "max_completion_tokens": Field(4, "has priority over max_tokens"),
         **_SHARED,
         **_CHOICES,
-        "logprobs": Field(True, "of the target's own distribution"),
+        "logprobs": Field(True, "from the target's own distribution"),
         "top_logprobs": Field(3, "at most 20", {"logprobs": True}),
         "response_format": Field(_SCHEMA, "text, json_object, json_schema: [structured output](structured-output.md)"),
         **_TOOLS,
         "prediction": Field({"type": "content", "content": "red"}, "verified as the client's own draft"),
     },
     ResponsesBody: {
-        "input": Field("Name a colour.", "text, or messages of text, calls and their results"),
-        "max_output_tokens": Field(4, "the rest of the context unless given"),
+        "input": Field("Name a colour.", "text, or messages with text, calls and their results"),
+        "max_output_tokens": Field(4, "default: the rest of the context"),
         **_SHARED,
         **{name: field._replace(beside={"tools": [FLAT_WEATHER]}) for name, field in _TOOLS.items()},
         "tools": Field([FLAT_WEATHER], "functions"),
         "instructions": Field("Be brief.", "a system message before the input"),
         "text": Field({"format": {"type": "json_schema", "name": "colour", "schema": COLOUR}}, "format"),
-        "metadata": Field({"a": "b"}, "repeated"),
+        "metadata": Field({"a": "b"}, "returned"),
         "store": Field(True, "nothing is stored"),
     },
 }
@@ -114,12 +114,12 @@ BASE: dict[type, dict[str, Any]] = {
     ChatBody: {"messages": MESSAGES, "max_tokens": 4},
     ResponsesBody: {"input": "Name a colour.", "max_output_tokens": 16},
 }
-REFUSED_VALUE = {"functions": [{"name": "f"}]}  # what uses a refused field; else this
+REFUSED_VALUE = {"functions": [{"name": "f"}]}  # values that use a refused field; SOME_VALUE by default
 SOME_VALUE = "x"
 
 
 def table_lines() -> list[str]:
-    """Fields that are alike share a row."""
+    """Returns the table's lines; fields with the same note share a row."""
     where: dict[tuple[str, str], list[str]] = {}  # the field as shown, and its note: the paths
     for body, fields in FIELDS.items():
         shown = [(f"`{name}`", field.note) for name, field in fields.items()]
@@ -131,11 +131,11 @@ def table_lines() -> list[str]:
         rows.setdefault(("all" if len(paths) == len(PATHS) else ", ".join(paths), note), []).append(field)
     shared_first = sorted(rows.items(), key=lambda row: row[0][0] != "all")
     lines = [f"| {', '.join(fields)} | {paths} | {note} |" for (paths, note), fields in shared_first]
-    return ["| fields | of | here |", "|---|---|---|", *lines, ""]
+    return ["| fields | endpoints | support |", "|---|---|---|", *lines, ""]
 
 
 def written(docs: str) -> str:
-    """The page with the tables as they are now."""
+    """Returns the page with the current table."""
     before, _, rest = docs.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n" + "\n".join(table_lines()) + f"{END}{after}"

@@ -1,6 +1,6 @@
-"""A stand-in for a peer's OpenAI server: `python -m tests.support.openai_peer --port N ...` answers with its input.
+"""A fake OpenAI server: `python -m tests.support.openai_peer --port N ...` answers with its input.
 
-Its text has the number of prompt ids and the distribution, two tokens to an event. A prompt must be a list of ids.
+The text gives the number of prompt ids, the temperature and the seed, two tokens per event. Other prompts are refused.
 """
 
 from __future__ import annotations
