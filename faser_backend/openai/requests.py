@@ -1,4 +1,4 @@
-"""Turns a checked body into what the engine generates: a `Generation` for every answer.
+"""Turns a checked body into a `Generation` for every answer, with the engine's own `Request`.
 
 `generations` renders the conversation and tokenises the prompt. `core.request.Request` checks the ranges that every way
 into the engine shares; its errors get the field names of this API.

@@ -1,4 +1,4 @@
-"""`faser openai`: starts the OpenAI server, a process of its own in front of a running Triton server."""
+"""`faser openai`: starts the OpenAI server, a separate process in front of a running Triton server."""
 
 from __future__ import annotations
 

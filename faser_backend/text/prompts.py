@@ -98,26 +98,26 @@ def read_prompts(path: Path) -> list[Prompt]:
         lines = read_text(path).removeprefix("\ufeff").split("\n")
     except FileError as error:
         raise ConfigError(f"prompts {error}") from None
-    read = (lambda line, place: Prompt(line)) if path.suffix == ".txt" else _read_line
+    read = (lambda line, source: Prompt(line)) if path.suffix == ".txt" else _read_line
     stripped = ((f"prompts {path}, line {number}", line.strip("\r")) for number, line in enumerate(lines, 1))
-    found = [read(line, place) for place, line in stripped if line.strip()]
+    found = [read(line, source) for source, line in stripped if line.strip()]
     if not found:
         raise ConfigError(f"prompts {path}: the file holds no prompts")
     return found
 
 
-def _read_line(line: str, place: str) -> Prompt:
+def _read_line(line: str, source: str) -> Prompt:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{place}: not JSON ({error}); only files named .txt hold plain lines") from None
+        raise ConfigError(f"{source}: not JSON ({error}); only files named .txt hold plain lines") from None
     field_name = next((name for name in ("turns", "prompt", "text") if isinstance(record, dict) and name in record), "")
     if not field_name:
-        raise ConfigError(f'{place}: must be a JSON object with "turns", "prompt" or "text"')
+        raise ConfigError(f'{source}: must be a JSON object with "turns", "prompt" or "text"')
     text, category = record[field_name], record.get("category")
     if field_name == "turns":
         text = text[0] if isinstance(text, list) and text else None
     for name, value in ((field_name, text), ("category", "-" if category is None else category)):
         if not isinstance(value, str) or not value.strip() or value != value.encode(errors="replace").decode():
-            raise ConfigError(f"{place}: {name} = {ascii(record[name])[:80]}: must be text, not empty, valid Unicode")
+            raise ConfigError(f"{source}: {name} = {ascii(record[name])[:80]}: must be text, not empty, valid Unicode")
     return Prompt(str(text), str(category or ""))

@@ -1,4 +1,4 @@
-"""The Python API: what goes in, what comes out, and that nothing is left behind."""
+"""The Python API: its inputs and outputs, and that it leaves no process or block behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def texts_of(outputs: list[faser_backend.RequestOutput]) -> list[str]:
 
 
 def assert_idle(llm: LLM) -> None:
-    """Nothing runs, and no request holds a block."""
+    """Waits until no request runs or holds a block."""
     for _ in range(500):
         metrics = llm.metrics()
         if metrics.num_running == 0 and metrics.num_free_blocks == metrics.num_blocks:
@@ -278,7 +278,7 @@ if sys.argv[2] == "wait":
 
 @pytest.mark.parametrize("how", ["wait", "leave"])
 def test_ctrl_c_and_the_end_of_a_script_leave_no_process(engine_dir: Path, how: str):
-    """Neither closes the LLM; the process that rendered the conversation ends with its parent."""
+    """Does not close the LLM; the rendering process must end with its parent."""
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, str(engine_dir), how],
         cwd=ROOT,
@@ -292,7 +292,7 @@ def test_ctrl_c_and_the_end_of_a_script_leave_no_process(engine_dir: Path, how: 
         assert child.stdout.readline() == "ready\n"
         if how == "wait":
             child.send_signal(signal.SIGINT)
-        _, errors = child.communicate(timeout=60)  # at the end of all who hold its pipes
+        _, errors = child.communicate(timeout=60)  # ends when every holder of its pipes has ended
         assert ("KeyboardInterrupt" in errors) == (how == "wait")
         assert child.returncode == (-signal.SIGINT if how == "wait" else 0)
         with pytest.raises(ProcessLookupError):

@@ -77,7 +77,7 @@ def api(engine_dir: Path, tmp_path_factory) -> Iterator[Api]:
 
 
 def ask(api: Api, body: type, **fields: Any) -> Any:
-    """The endpoint of body, through the client's own method; what that does not know goes as extra_body."""
+    """Calls the endpoint of body with the client's own method; fields that it does not know go into extra_body."""
     client = api.client
     create = {CompletionBody: client.completions, ChatBody: client.chat.completions, ResponsesBody: client.responses}[
         body
@@ -213,7 +213,7 @@ def test_acceptance_of_a_request_adds_up(api: Api):
     by_step, accepted = metrics["per_step_accepted"], metrics["num_accepted_draft_tokens"]
     assert sum(by_step) == accepted == sum(n * count for n, count in enumerate(metrics["acceptance_histogram"]))
     assert len(by_step) == metrics["num_spec_steps"] == sum(metrics["acceptance_histogram"])
-    assert 48 <= sum(count + 1 for count in by_step) <= 49  # the last step may have had a token to spare
+    assert 48 <= sum(count + 1 for count in by_step) <= 49  # the last step may emit one token too many
     assert metrics["mean_acceptance_length"] == pytest.approx(1 + accepted / metrics["num_spec_steps"])
     chunks = ask(api, CompletionBody, **asked, stream=True, return_token_details=True)
     details = [detail for chunk in chunks for choice in chunk.choices for detail in choice.token_details]
@@ -292,7 +292,7 @@ def test_a_tools_references_have_their_root(api: Api):
     tool = {"type": "function", "function": {"name": "go", "parameters": parameters}}
     asked = {"messages": MESSAGES, "tools": [tool], "tool_choice": "required", "max_tokens": 100}
     [call] = ask(api, ChatBody, **asked).choices[0].message.tool_calls
-    assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})  # what it names, no more
+    assert json.loads(call.function.arguments) in ({"city": "Rome"}, {"city": "Oslo"})  # only named properties
 
 
 def test_the_events_of_a_response_build_it(api: Api):
@@ -331,7 +331,7 @@ def schema_of(kind: str) -> dict[str, Any]:
         (ChatBody, {"modalities": ["audio"]}, "modalities[0]", "text"),
         (ChatBody, {"min_tokens": 2**40}, "min_tokens", ""),
         (ChatBody, {"response_format": schema_of("nothing")}, "guided_decoding_guide", "nothing"),
-        (ChatBody, {"response_format": schema_of("unavailable")}, "guided_decoding_guide", ""),  # no status: 400
+        (ChatBody, {"response_format": schema_of("unavailable")}, "guided_decoding_guide", ""),  # not 503
         (CompletionBody, {"prompt": [7, 10**30]}, "prompt", "must lie in [0, "),
         (ResponsesBody, {"input": [{"role": "robot"}]}, "input[0].role", "'robot'"),
         (ChatBody, {"max_tokens": 100_000}, "max_tokens", "context"),
@@ -358,7 +358,7 @@ def test_a_full_queue_asks_for_patience(api: Api):
 
 
 def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(api: Api, monkeypatch: pytest.MonkeyPatch):
-    """These errors are Triton's and gRPC's own, whose words count as little."""
+    """Maps errors of Triton and gRPC by their codes, not their messages."""
 
     async def ask_triton(url: str) -> None:
         client = TokenClient(url, 64)

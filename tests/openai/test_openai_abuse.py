@@ -1,4 +1,4 @@
-"""Hostile clients of the OpenAI server get errors, and others notice nothing of them."""
+"""Hostile clients of the OpenAI server get errors, and other clients are not affected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.support.openai_cases import BASE, FIELDS, MESSAGES, PATHS, WEATHER
 
 
 class FakeClient:
-    """In place of Triton: three tokens, the last logits of which are no numbers; fails after the first if told to."""
+    """A fake Triton client: three tokens whose logits are NaN. With `fails` it raises after the first token."""
 
     fails = False
 
@@ -50,7 +50,7 @@ class FakeClient:
             logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
             yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
             if FakeClient.fails:
-                raise LookupError("nobody foresaw this")
+                raise LookupError("an unexpected failure")
         yield EngineOutput("", [], finish_reason=FinishReason.STOPPED), []
 
 
@@ -70,7 +70,7 @@ def app(options: OpenAIOptions) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(options: OpenAIOptions) -> Iterator[tuple[int, int]]:
-    """Port and process of an OpenAI server; what it asks of Triton finds nobody."""
+    """Port and process id of an OpenAI server without a Triton server."""
     given = ["--engine-dir", demo_engine_dir(), "--triton", options.triton, "--port", options.port]
     given += ["--chat-template", options.chat_template, "--allow-origin", "https://chat.example"]
     command = [sys.executable, "-m", "faser_backend.cli", "openai", *map(str, given)]
@@ -93,13 +93,13 @@ def error_of(reply: Reply) -> dict[str, Any]:
     [
         ("ids, then a text", ""), ("objects as prompts", ""), ("bad parts", ""), ("arguments", ""),
         ("logit_bias, many keys", ""), ("just enough ids", ""),
-        ("a text of commas", "prompt length = "),  # what stands in texts is not counted
+        ("a text of commas", "prompt length = "),  # commas in strings do not count
     ],
 )  # fmt: skip
 def test_a_large_body_costs_others_little(server: tuple[int, int], name: str, words: str):
     seen = send_body(*server, name)
     assert seen.reply.status in (400, 413, 503) and error_of(seen.reply)["message"].startswith(words)
-    assert seen.growth_mb < 100 and seen.processor_s < 3  # were up to 4,400 and 57, for everybody
+    assert seen.growth_mb < 100 and seen.processor_s < 3  # without the limits: up to 4,400 and 57
 
 
 def test_bodies_on_their_way_are_limited_together(app: Any, monkeypatch: pytest.MonkeyPatch):
@@ -110,7 +110,7 @@ def test_bodies_on_their_way_are_limited_together(app: Any, monkeypatch: pytest.
         def status(body: bytes = large) -> int:
             return ask_http(port, COMPLETIONS, body).status
 
-        assert status() == 400  # the control: alone there is room for it, but not in the context
+        assert status() == 400  # control: alone the body is read, but exceeds the context
         slow.sendall(head_of(COMPLETIONS, {"content-length": str(len(large))}) + large[:-1])
         deadline_s = time.monotonic() + 10
         while (found := status()) != 503:
@@ -131,7 +131,7 @@ STRANGE = [
     '[{"role": "user", "content": "x", "name": "\\u0000", "tool_calls": [{"id": "", "function": {}}]}]',
     '[{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{\\"a\\": NaN}"}}]}]',
 ]  # fmt: skip
-# What it takes for fields of a chat to be read.
+# Fields without which others of a chat are not read.
 CORNERS: dict[Any, dict[str, Any]] = {ChatBody: {"messages": MESSAGES, "logprobs": True, "tools": [WEATHER]}}
 
 
@@ -167,7 +167,7 @@ def test_whatever_a_field_holds_the_answer_is_json_or_events(app: Any, kind: typ
     assert {200, 400} <= statuses
 
 
-def test_a_failure_that_nobody_foresaw_is_answered_and_logged(
+def test_an_unexpected_failure_is_answered_and_logged(
     app: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(FakeClient, "fails", True)
@@ -177,9 +177,9 @@ def test_a_failure_that_nobody_foresaw_is_answered_and_logged(
     assert whole.status_code == 500
     for text in (whole.text, [event for event in events_of(stream.text) if event != "[DONE]"][-1]):
         error = json.loads(text)["error"]
-        assert error["code"] == "internal_error" and "nobody foresaw" not in text
+        assert error["code"] == "internal_error" and "unexpected" not in text
         assert error["message"].split()[-1] in caplog.text
-    assert "nobody foresaw this" in caplog.text
+    assert "an unexpected failure" in caplog.text
 
 
 # -- connections -----------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def listening(app: Any) -> Iterator[int]:
 
 
 def is_closed(connection: socket.socket, within_s: float, sending: bytes = b"") -> bool:
-    """sending: what goes on coming meanwhile."""
+    """sending: bytes that are sent meanwhile."""
     connection.settimeout(0.05)
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
@@ -225,7 +225,7 @@ def test_half_sent_heads_keep_nobody_out(app: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(connections.Connection, "most", 8)
     with listening(app) as port, contextlib.ExitStack() as stack:
         opened = [stack.enter_context(half_open(port)) for _ in range(8)]
-        assert not is_closed(opened[0], 0.2)  # the control: there is room for these
+        assert not is_closed(opened[0], 0.2)  # control: these fit
         opened += [stack.enter_context(half_open(port)) for _ in range(8)]
         assert ask_http(port, "/v1/models").status == 200
         assert all(is_closed(connection, 5.0) for connection in opened[:8])
@@ -276,8 +276,8 @@ FORM, PLAIN = {"Content-Type": "application/x-www-form-urlencoded"}, {"Content-T
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        (FORM, 503),  # curl -d; 503: all is well but that nobody generates here
-        ({"host": "server.lan"}, 503),  # a client that knows us by another name
+        (FORM, 503),  # curl -d; 503: accepted, but there is no Triton server
+        ({"host": "server.lan"}, 503),  # a client that uses another name of the server
         ({"origin": "http://HOST"}, 503),  # the chat page
         ({"origin": "https://chat.example"}, 503),
         ({"origin": "https://evil.example"}, 403),

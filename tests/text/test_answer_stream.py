@@ -1,4 +1,4 @@
-"""Streaming text: joined deltas equal the whole, whatever the tokens and however they are cut."""
+"""Streamed text: joined deltas equal the whole text, for any tokens and any split into outputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKENIZERS = {"byte_level": TextTokenizer(byte_level_tokenizer()), "sentencepiec
 
 
 def said(stream: AnswerStream, token_ids: list[int], rng: random.Random | None = None) -> str:
-    """The text of tokens that come at once or, given a source of cuts, piece by piece."""
+    """Returns the text of tokens that come in one output or, with rng, in random outputs."""
     parts, position = [], 0
     while position < len(token_ids):
         size = rng.randint(1, 6) if rng else len(token_ids)

@@ -1,4 +1,4 @@
-"""Conversations: rendered and tokenised as transformers does it, and templates that must not do harm."""
+"""Conversations: rendered and tokenised as in transformers; harmful templates fail alone."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MARKS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|en
 
 
 def begin_adding_tokenizer() -> Tokenizer:
-    """One whose own rule puts the begin token before every text, as Llama 3's does."""
+    """Returns a tokenizer whose post-processor adds the begin token to every text, like Llama 3's."""
     tokenizer = byte_level_tokenizer()
     tokenizer.add_special_tokens(MARKS)
     begin = ("<|begin|>", tokenizer.token_to_id("<|begin|>"))
@@ -76,8 +76,8 @@ def test_text_and_ids_are_those_of_transformers(template: str):
 def test_a_rendered_prompt_begins_once(chat_tokenizer: TextTokenizer):
     prompt, token_ids = chat_tokenizer.encode_chat("messages", json.dumps(USER))
     assert token_ids[0] == BEGIN_ID and token_ids.count(BEGIN_ID) == 1
-    assert TOKENIZER.encode(prompt).ids.count(BEGIN_ID) == 2  # what adding special tokens would have made of it
-    assert chat_tokenizer.encode_prompt(prompt) == token_ids  # a client that renders for itself
+    assert TOKENIZER.encode(prompt).ids.count(BEGIN_ID) == 2  # control: with added special tokens
+    assert chat_tokenizer.encode_prompt(prompt) == token_ids  # a prompt that the client rendered
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""AutoTokenizer on the shipped models and on engine directories: it reads text as the server does, and runs nothing."""
+"""AutoTokenizer on shipped models and engine directories reads text like the server and runs no code."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_reads_alike(theirs: PreTrainedTokenizerBase, ours: TextTokenizer) -> N
         assert theirs.encode(text) == theirs(text)["input_ids"] == ours.encode_prompt(text) == token_ids
         assert theirs.decode(token_ids, skip_special_tokens=True) == ours.decode(token_ids)
     assert isinstance(theirs.eos_token, str)
-    end = theirs.encode(theirs.eos_token, add_special_tokens=False)  # what load clients ask first
+    end = theirs.encode(theirs.eos_token, add_special_tokens=False)  # the first call of load clients
     assert end == [theirs.eos_token_id]
 
 
@@ -133,7 +133,7 @@ def test_a_config_is_made_of_what_a_checkpoint_says(bare: Path) -> None:
     (bare / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, END_ID]}))
     theirs = check_engine_dir(build(bare))
     assert (theirs.bos_token, theirs.eos_token) == ("<|end|>", "<|end|>")
-    assert theirs.pad_token is None  # id 9 is a plain token: named, it would be cut out of words
+    assert theirs.pad_token is None  # id 9 is a plain token; as pad_token it would be removed from words
     assert theirs.model_max_length == edit["max_position_embeddings"]
 
 
@@ -159,7 +159,7 @@ def test_nothing_in_it_names_code_or_files_elsewhere(pair: Path, auto_map: Any) 
     assert json.loads((directory / CONFIG).read_text()) == fields
     assert not list(directory.glob("*.py"))
     check_engine_dir(directory)
-    AutoTokenizer.from_pretrained(directory, trust_remote_code=True)  # who trusts it runs nothing either
+    AutoTokenizer.from_pretrained(directory, trust_remote_code=True)  # trusted, it runs no code either
 
 
 def test_a_changed_or_missing_config_is_refused(pair: Path) -> None:

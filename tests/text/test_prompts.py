@@ -1,4 +1,4 @@
-"""Files that builds take along for prompts, directories that lack it, and `faser generate --chat`."""
+"""The prompt files of a build, directories without them, and `faser generate --chat`."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_generate_chats_as_transformers_would_prompt(run, engine_dir: Path, tmp_
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML, eos_token="<|end|>")
     (tmp_path / "messages.json").write_text(json.dumps(CONVERSATIONS["turns"]))
     said = USER[0]["content"]
-    run("generate", "--engine-dir", engine_dir, *SHORT, "--prompt-ids", "1")  # compiles kernels, which is told once
+    run("generate", "--engine-dir", engine_dir, *SHORT, "--prompt-ids", "1")  # compiles kernels, which is reported once
     cases = [
         (USER, ("--prompt", said)),
         ([{"role": "system", "content": "s"}, *USER], ("--prompt", said, "--system", "s")),

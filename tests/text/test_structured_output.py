@@ -1,4 +1,4 @@
-"""Grammars: answers obey them, and are those of plain decoding under the same grammar, however they are drafted."""
+"""Grammars: answers follow them and equal plain decoding with the same grammar, for every way of drafting."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Built:
         self.compiler = GuideCompiler(tokenizer_file, self.tokenizer.vocab_size, (END_ID,))
 
     def requests(self, count: int = 9, **options: object) -> list[Request]:
-        """Requests of every grammar in turn, greedy and sampled."""
+        """Returns requests that cycle through the grammars, greedy and sampled."""
         made = []
         for index in range(count):
             sampling = Sampling(
@@ -143,7 +143,7 @@ def test_tokens_equal_plain_decoding(
     driven, engine = built.run(policy, built.requests(), **options)
     assert driven.tokens == plain
     assert engine.metrics().num_accepted > 0
-    if (policy, options) == ("fixed:4", {}):  # the draft is the target: masked alike, greedy chains are accepted whole
+    if (policy, options) == ("fixed:4", {}):  # the draft is the target: greedy chains are accepted whole
         stats = [driven.final[f"{index}"].stats for index in range(0, len(plain), 2)]
         assert all(each is not None and each.num_accepted == each.num_tested > 0 for each in stats)
 
@@ -155,7 +155,7 @@ def test_rejection_sampling_obeys_grammars(built: Built) -> None:
 
 
 def test_what_a_grammar_forces_is_drafted_without_a_model(built: Built, plain: dict[str, list[int]]) -> None:
-    """N-grams of a prompt that says nothing find nothing: what is accepted is what grammars force."""
+    """N-grams find nothing in these prompts, so only forced tokens are accepted."""
     driven, _ = built.run("fixed:4", built.requests(), draft="ngram")
     assert driven.tokens == plain
     first = driven.final["0"].stats
@@ -165,7 +165,7 @@ def test_what_a_grammar_forces_is_drafted_without_a_model(built: Built, plain: d
 
 
 def test_a_grammar_is_above_the_other_rules(built: Built) -> None:
-    """Rules that leave nothing of what is legal give way: an answer that is cut is still a beginning of a legal one."""
+    """Other rules yield if they leave no legal token; a cut answer is the beginning of a legal one."""
     digits = tuple((token,) for token in range(built.tokenizer.vocab_size) if built.tokenizer.decode([token]).isdigit())
     driven, _ = built.run("fixed:2", built.requests(3, bad_words=digits, min_tokens=110))
     for index, tokens in driven.tokens.items():
@@ -235,7 +235,7 @@ FATES = {"recursive": "refused", "wide": "refused", "doubled": "answered", "recu
 
 
 def test_a_hostile_schema_ends_its_own_request_alone(built: Built) -> None:
-    """A schema found too complex while it is compiled is refused; one that is found later fails its request."""
+    """A schema that is too complex to compile is refused; one that becomes so later fails its request."""
     hostile = {}
     for name, schema in SCHEMAS.items():
         guide = read_guide("json_schema", json.dumps(schema))
@@ -257,7 +257,7 @@ def test_a_hostile_schema_ends_its_own_request_alone(built: Built) -> None:
 
 
 class ServedEngine:
-    """A served engine with a compiler that waits until it is let go."""
+    """A served engine whose compiler waits for an event."""
 
     def __init__(self, built: Built) -> None:
         self.gate = threading.Event()

@@ -26,7 +26,7 @@ from faser_backend.triton import server
 from faser_backend.triton.model_configs import write_repositories
 from tests.support.clients import ids_of, infer_grpc, stream_grpc, text_of, text_request, token_request
 
-# What guides to TensorRT-LLM's backend fill in, by model.
+# The values that guides to TensorRT-LLM's backend fill in, by model.
 KEYS = {
     "ensemble": "triton_max_batch_size logits_datatype",
     "preprocessing": "triton_max_batch_size tokenizer_dir preprocessing_instance_count add_special_tokens engine_dir "
@@ -52,7 +52,7 @@ VALUES = {
 
 
 def fill(config: Path, values: dict[str, str]) -> None:
-    """Fills a template as NVIDIA's script does: every key must be there, and those left out stay as they are."""
+    """Fills a template like NVIDIA's script: every key must exist, and other keys keep their values."""
     text = config.read_text()
     missing = [key for key in values if f"${{{key}}}" not in text]
     assert missing == []
@@ -61,7 +61,7 @@ def fill(config: Path, values: dict[str, str]) -> None:
 
 @contextmanager
 def tritonserver(folder: Path) -> Iterator[tuple[int, int]]:
-    """The server itself over folder/model_repo, as in a container: it completes configurations. Its HTTP and gRPC."""
+    """Starts tritonserver itself on folder/model_repo, as in a container. Yields its HTTP and gRPC ports."""
     install = server.find_triton()
     http, grpc, metrics = free_ports(3)
     options = server.LaunchOptions(http, grpc, metrics)
@@ -111,7 +111,7 @@ def test_filled_templates_are_honoured(engine_dir: Path, tmp_path: Path):
 
 
 def test_accumulated_tokens_and_shipped_files_as_they_are(engine_dir: Path, tmp_path: Path):
-    """Streaming with nothing filled in but the engine and what tensorrt_llm_bls accumulates."""
+    """Streams with only the engine and the accumulation of tensorrt_llm_bls filled in."""
     for model in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble"):
         shutil.copytree(MODEL_REPO / model, tmp_path / "model_repo" / model)
     fill(tmp_path / "model_repo" / "tensorrt_llm" / "config.pbtxt", {"engine_dir": str(engine_dir)})

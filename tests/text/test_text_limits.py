@@ -1,4 +1,4 @@
-"""Limits of a text's cost: bytes and words are counted before anything is tokenised; a long text holds up nobody."""
+"""Limits on texts: bytes and words are counted before anything is tokenised; a long text delays no other request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MANY = tuple(f"w{index}" for index in range(1025))
 
 
 class NoTokenizer(TextTokenizer):
-    """Fails the test where a text is tokenised that should have been refused before."""
+    """A tokenizer that fails the test for a text that should have been refused."""
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         assert len(text) <= 1000, "tokenised before it was measured"
@@ -76,7 +76,7 @@ def test_texts_at_the_limit_are_taken():
     assert parse(hello=long, text_input=text("é" * 500)).prompt_text == "é" * 500
     assert len(parse(stop_words=text(*MANY[:64])).stop_strings) == 64
     assert len(parse(bad_words=text(*MANY[:1024])).request.sampling.bad_words) == 1024
-    with pytest.raises(AssertionError, match="tokenised before"):  # the control: without a limit it is tokenised
+    with pytest.raises(AssertionError, match="tokenised before"):  # control: without a limit it is tokenised
         parse(hello=replace(HELLO, max_text_bytes=10**7), text_input=text(HUGE))
 
 
@@ -115,7 +115,7 @@ def test_a_long_text_is_read_beside_and_a_short_one_at_once():
         may_go.wait(10)
 
     long, short = {"text_input": text("x" * (LONG_TEXT_BYTES + 1))}, {"text_input": text("x")}
-    texts.run(long, wait)  # a thread waits, this one goes on
+    texts.run(long, wait)  # waits on another thread
     texts.run(long, wait)
     texts.run(short, lambda: read.append("short"))
     assert read == ["short"]
