@@ -1,7 +1,4 @@
-"""Arrays larger than they should be held at once: checked and converted block by block.
-
-Knows numbers and their formats; nothing of files or models.
-"""
+"""Checks and converts large arrays block by block, so that no second copy of an array is in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +10,10 @@ import numpy as np
 from faser_backend.engines.checkpoint import CheckpointError
 
 BLOCK_ELEMENTS = 1 << 23
-TURNED_COLUMNS = 256
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # from here on numpy knows the name
-FLOAT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # of the manifest's dtypes
-_EXPONENTS = {  # all of these bits are set in infinities and NaNs alone
+COPIED_COLUMNS = 256
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # the import registers the name with numpy
+FLOAT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by the manifest's dtypes
+_EXPONENTS = {  # these bits are all set only in infinities and NaNs
     np.dtype(np.float32): np.uint32(0x7F800000),
     np.dtype(np.float16): np.uint16(0x7C00),
     BFLOAT16: np.uint16(0x7F80),
@@ -24,14 +21,14 @@ _EXPONENTS = {  # all of these bits are set in infinities and NaNs alone
 
 
 def row_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """(first row, rows) of an array in order, at most BLOCK_ELEMENTS numbers or one row at a time."""
+    """Yields (first row, rows) in order, at most BLOCK_ELEMENTS numbers or one row at a time."""
     num_rows = max(BLOCK_ELEMENTS // max(array[:1].size, 1), 1)
     for first in range(0, len(array), num_rows):
         yield first, array[first : first + num_rows]
 
 
 def first_not_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """Index of an infinity or a NaN, or None."""
+    """Returns the index of an infinity or a NaN, or None."""
     exponents = _EXPONENTS[array.dtype]
     for first, block in row_blocks(array):
         is_bad = block.view(exponents.dtype) & exponents == exponents
@@ -42,9 +39,9 @@ def first_not_finite(array: np.ndarray) -> tuple[int, ...] | None:
 
 
 def converted_blocks(name: str, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """The rows of finite numbers in order, contiguous and in `dtype`.
+    """Yields the rows of an array of finite numbers in order, contiguous and in `dtype`.
 
-    Raises CheckpointError naming the array where a number does not fit the format.
+    Raises CheckpointError naming the array if a number does not fit the format.
     """
     limit = float(ml_dtypes.finfo(dtype).max)
     for _, block in row_blocks(array):
@@ -56,11 +53,11 @@ def converted_blocks(name: str, array: np.ndarray, dtype: np.dtype) -> Iterator[
 
 
 def _contiguous(block: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """A transposed matrix is turned some columns at a time, which stay in the cache: up to six times as fast."""
+    """Converts a block. Transposed blocks are copied in groups of columns that fit the cache, up to 6x as fast."""
     if block.ndim != 2 or block.flags.c_contiguous:
         return np.ascontiguousarray(block, dtype)
-    turned = np.empty(block.shape, dtype)
-    for first in range(0, block.shape[1], TURNED_COLUMNS):
-        columns = slice(first, first + TURNED_COLUMNS)
-        turned[:, columns] = np.asarray(block[:, columns].T, dtype).T
-    return turned
+    copied = np.empty(block.shape, dtype)
+    for first in range(0, block.shape[1], COPIED_COLUMNS):
+        columns = slice(first, first + COPIED_COLUMNS)
+        copied[:, columns] = np.asarray(block[:, columns].T, dtype).T
+    return copied

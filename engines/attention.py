@@ -1,9 +1,8 @@
-"""Attention of packed rows over a paged KV pool, one body per runtime.
+"""Attention of packed rows over a paged KV pool as ONNX nodes, one class per TensorRT runtime.
 
-Contract of all: rows that were pruned are simply absent, the keys and values of the rows that are
-present reach the pool, and each row attends to the tokens of its sequence up to itself. TensorRT-RTX, which
-compiles no op of ours, gets standard ops and hands new keys and values out; full TensorRT maps the op
-`faser::PrunedChunkAttention` to our plugin.
+In both, pruned rows are absent, the keys and values of present rows reach the pool, and each row attends to the tokens
+of its sequence up to itself. TensorRT-RTX cannot compile custom ops: its graph uses standard ops and outputs new keys
+and values. Full TensorRT maps the op `faser::PrunedChunkAttention` to the project's plugin.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from faser_backend.plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE, VER
 
 
 class AttentionBody(ABC):
-    """Attention of every layer of one segment, and the inputs and outputs that it needs."""
+    """The attention of all layers of one segment, with its inputs and outputs."""
 
     def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int) -> None:
         self.graph = graph
@@ -26,25 +25,25 @@ class AttentionBody(ABC):
 
     @abstractmethod
     def _declare_inputs(self) -> None:
-        """Declares what all layers share."""
+        """Declares the inputs that all layers share."""
 
     @abstractmethod
     def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
-        """q [T, num_heads, 1, head_dim] and k, v [T, Hkv, 1, head_dim], rotated -> [T, num_heads * head_dim].
+        """Adds a layer: rotated q [T, num_heads, 1, head_dim], k, v [T, Hkv, 1, head_dim] -> [T, num_heads * head_dim].
 
-        only_logit_rows: the result has the rows of the input `logit_rows` alone, [R, num_heads * head_dim].
+        only_logit_rows: the result has only the rows of the input `logit_rows`, [R, num_heads * head_dim].
         """
 
     @abstractmethod
     def declare_outputs(self, first_layer: int, last_layer: int) -> None:
-        """Declares where the new keys and values of the layers go."""
+        """Declares the outputs for the layers' new keys and values."""
 
     def _pools(self, layer: int) -> list[str]:
         return [self.graph.input(f"{name}_pool.{layer}", self.pool_shape, self.graph.dtype) for name in ("k", "v")]
 
 
 class GatheredAttention(AttentionBody):
-    """For TensorRT-RTX: the pool's blocks and this call's keys side by side, masked; standard ops alone."""
+    """Attention for TensorRT-RTX: masked, over the pool's blocks joined with this call's keys, in standard ops."""
 
     def _declare_inputs(self) -> None:
         g = self.graph
@@ -56,10 +55,10 @@ class GatheredAttention(AttentionBody):
         self._mask = self._make_mask()
 
     def _make_mask(self) -> str:
-        """[B, 1, Q, S + Q], true where visible: the context, then this call's rows up to the query's.
+        """Returns the mask [B, 1, Q, S + Q]: true for the context, and for this call's rows up to the query's.
 
-        A new key's position follows from its column in [B, Q], not from the row that it holds: padding columns
-        repeat a row, and lie behind every query that counts.
+        A new key's position follows from its column in [B, Q], not from the row that it holds. Padding columns
+        repeat a row, and lie behind all valid queries.
         """
         g = self.graph
         query_positions = g.op("Unsqueeze", g.op("Gather", "positions", "pad_idx"), g.ints(2))  # [B, Q, 1]
@@ -82,11 +81,11 @@ class GatheredAttention(AttentionBody):
         mixed = g.op("Attention", queries, keys, values, self._mask, scale=spec.head_dim**-0.5)  # [B, H, Q, hd]
         mixed = g.op("Transpose", mixed, perm=[0, 2, 1, 3])
         mixed = g.op("Reshape", mixed, g.ints(-1, spec.num_heads * spec.head_dim))  # [B * Q, H * hd]
-        cells = g.op("Gather", "unpad_idx", "logit_rows") if only_logit_rows else "unpad_idx"
-        return g.op("Gather", mixed, cells)
+        indices = g.op("Gather", "unpad_idx", "logit_rows") if only_logit_rows else "unpad_idx"
+        return g.op("Gather", mixed, indices)
 
     def _visible(self, new: str, pool: str, out: str) -> str:
-        """Keys or values that queries can see, [B, Hkv, S + Q, head_dim]; the new ones are `out` too."""
+        """Returns old and new keys or values, [B, Hkv, S + Q, head_dim]; the new ones are also the output `out`."""
         g, spec = self.graph, self.spec
         new = g.op("Reshape", new, g.ints(0, spec.num_kv_heads, spec.head_dim), out=out)  # [T, Hkv, hd]
         old = g.op("Gather", pool, "block_table", axis=1)  # [Hkv, B, MB, block, hd]
@@ -105,7 +104,7 @@ class GatheredAttention(AttentionBody):
 
 
 class PluginAttention(AttentionBody):
-    """For full TensorRT: the op without a body, its inputs in the order of our kernel's launcher."""
+    """Attention for full TensorRT: the plugin's op, with inputs in the order of the kernel's launcher."""
 
     def _declare_inputs(self) -> None:
         g = self.graph

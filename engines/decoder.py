@@ -1,8 +1,7 @@
-"""The decoder, once: layers [first, last) of a model as an ONNX graph over packed rows, and an EAGLE-3 head as two.
+"""Makes ONNX graphs of decoders: layers [first, last) of a model over packed rows, and an EAGLE-3 head as two graphs.
 
-Rows (T) are tokens of any sequences, packed; only attention knows sequences. The last layer of the
-last segment computes attention output and MLP for the logit rows alone, so prefill, which wants no
-logits, pays there for keys and values only.
+Rows (T) are tokens of any sequences; only attention distinguishes sequences. The last layer of a model computes
+attention output and MLP for the logit rows only. Prefill, which needs no logits, computes only keys and values there.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ EXCLUDED = np.array([[-np.inf]], np.float32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentGraph:
-    """A segment that can be written to disk, and what crosses its border."""
+    """A segment that can be written to disk, with its inputs and outputs."""
 
     model: onnx.ModelProto
     inputs: tuple[TensorSpec, ...]
@@ -48,11 +47,12 @@ def build_segment(
     runtime: str,
     dtype: str,
 ) -> SegmentGraph:
-    """Layers [first_layer, last_layer); embedding and head come with the first and the last layer.
+    """Makes the graph of layers [first_layer, last_layer), with embedding and head at the model's ends.
 
-    The input of a layer among spec.feature_layers is an output too, aux_hidden.LAYER [T, hidden_size].
-    Exit scores, of all but the last segment, are the final-norm hidden state times the head's rows of each row's
-    candidates. Matrices, hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores
+    The inputs of layers in spec.feature_layers are also outputs, aux_hidden.LAYER [T, hidden_size].
+    Exit scores, of all segments except the last, are the products of the hidden state behind the final norm with the
+    head's rows of the candidates.
+    Matrices, hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores
     are float32.
     """
     graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
@@ -69,10 +69,10 @@ def build_head(
     runtime: str,
     dtype: str,
 ) -> tuple[SegmentGraph, SegmentGraph]:
-    """Both segments of a head, whose embedding lies in the store where the head has none of its own.
+    """Makes both segments of a head. A head without an embedding uses the one in the store.
 
-    The first joins the target's hidden states [T, hidden_size] of three layers into one. The second is the layer, which
-    takes such a row or its own hidden state of the step before: one entry for both.
+    The first joins the target's hidden states [T, hidden_size] of three layers into one. The second is the layer, whose
+    input `hidden` is a joined row, or its own hidden state of the previous step.
     """
     joining, layer = (GraphBuilder(store, FLOAT_TYPES[dtype], weights) for _ in range(2))
     return (
@@ -82,7 +82,7 @@ def build_head(
 
 
 class _SegmentBuilder:
-    """The parts of a decoder as nodes of one graph."""
+    """A builder of a decoder's layers as nodes of one graph."""
 
     def __init__(self, spec: ModelSpec, graph: GraphBuilder, runtime: str, kv_block_size: int) -> None:
         self.spec = spec
@@ -130,7 +130,7 @@ class _SegmentBuilder:
         return self._normed_layer(layer, hidden, normed, only_logit_rows=only_logit_rows, out=out)
 
     def _normed_layer(self, layer: int, hidden: str, normed: str, *, only_logit_rows: bool, out: str | None) -> str:
-        """A layer whose attention reads `normed` and whose result is added to `hidden`."""
+        """Adds a layer whose attention reads `normed` and whose result is added to `hidden`."""
         g, spec, prefix = self.graph, self.spec, f"layers.{layer}"
         attended = self._attention(layer, normed, only_logit_rows=only_logit_rows)
         if only_logit_rows:
@@ -157,11 +157,11 @@ class _SegmentBuilder:
         return self.attention.attend(layer, q, k, v, only_logit_rows=only_logit_rows)
 
     def _norm(self, x: str, name: str) -> str:
-        """The norm of a value of the graph's dtype, in float32."""
+        """Norms a value of the graph's dtype, in float32."""
         return self._norm32(self.graph.widen(x), name)
 
     def _norm32(self, x: str, name: str) -> str:
-        """Over the last axis."""
+        """Norms a float32 value over its last axis."""
         return self.graph.op("RMSNormalization", x, self.graph.weight(name), axis=-1, epsilon=self.spec.rms_eps)
 
     @property
@@ -179,10 +179,10 @@ class _SegmentBuilder:
 
 
 class _HeadBuilder(_SegmentBuilder):
-    """The head's layer: attention over [norm(embedding), norm(hidden)], added to the hidden state alone."""
+    """A builder of a head's layer: attention over [norm(embedding), norm(hidden)], added to the hidden state."""
 
     def build_layer(self, token_ids: np.ndarray) -> SegmentGraph:
-        """hidden_out has the logit rows alone: what the next step of each chain goes on from."""
+        """Makes the graph. hidden_out has only the logit rows, from which the next step of each chain continues."""
         g, spec = self.graph, self.spec
         embedded = self._norm(self._embedded(), "layers.0.input_norm")
         hidden = g.input("hidden", ("T", spec.hidden_size), g.dtype)
@@ -196,10 +196,9 @@ class _HeadBuilder(_SegmentBuilder):
         return _finished(g, "head")
 
     def _target_logits(self, normed: str, token_ids: np.ndarray) -> None:
-        """logits [R, vocab_size]: the head's logits at the ids that it knows, -inf at all others.
+        """Adds logits [R, vocab_size]: the head's logits at its ids, -inf at all others.
 
-        Over the target's ids, because noise, penalties and filters are keyed by those: a sampler that shares them
-        with the target then needs to know nothing of heads.
+        They are over the target's ids, which noise, penalties and filters use: heads need no sampler of their own.
         """
         g, num_ids = self.graph, token_ids.size
         columns = np.full(self.spec.vocab_size, num_ids, np.int64)
@@ -229,16 +228,16 @@ def _finished(graph: GraphBuilder, name: str) -> SegmentGraph:
 
 
 def _gated(graph: GraphBuilder, prefix: str, x: str, *, has_bias: bool = False) -> str:
-    """silu(gate(x)) * up(x); the weights' names start with the prefix."""
+    """Adds silu(gate(x)) * up(x); the weights' names start with the prefix."""
     gate, up = (graph.linear(x, f"{prefix}.{name}", has_bias=has_bias) for name in ("gate", "up"))
     return graph.op("Mul", graph.op("Mul", gate, graph.op("Sigmoid", gate)), up)
 
 
 def mix_experts(graph: GraphBuilder, spec: ModelSpec, prefix: str, x: str) -> str:
-    """x [T, hidden_size] -> the weighted sum of its K chosen experts' outputs.
+    """Adds the weighted sum of the outputs of each row's K chosen experts, x [T, hidden_size].
 
-    Compilers must know all shapes, so all experts are computed, side by side as one wide MLP: activations of those that
-    a row did not choose are weighted with 0, and the last product sums over experts too.
+    Compilers need fixed shapes, so all experts are computed, as one wide MLP. Activations of experts that a row
+    did not choose get weight 0, and the last product also sums over experts.
     """
     g = graph
     chances = g.op("Softmax", g.op("MatMul", g.widen(x), g.weight(f"{prefix}.router")), axis=-1)

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads: drafts of one layer that read hidden states of their target, in the public checkpoint layout.
+"""Reads EAGLE-3 heads: drafts of one layer that take hidden states of their target, in the public layout.
 
-A row of the head pairs the token at position i + 1 with what the target (or, further on, the head itself) made of
-position i. The head's logits are over a few frequent tokens; the tensor d2t says which ids of the target they are.
-The layout is Hugging Face's, a Llama of one layer by its config (SpecForge and SGLang write and read it so).
+A row of the head pairs the token at position i + 1 with the hidden state of position i, from the target or, later in a
+chain, from the head itself. The head's logits cover a few frequent tokens; tensor d2t maps them to ids of the target.
+The layout is Hugging Face's, with the config of a one-layer Llama, as SpecForge writes and SGLang reads it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.weights import WeightSource, weight_sources
 
 NUM_FEATURES = 3
-LAYER_PREFIXES = ("midlayer.", "layers.0.")  # of SpecForge and of vLLM
+LAYER_PREFIXES = ("midlayer.", "layers.0.")  # SpecForge's and vLLM's
 TOKEN_MAPS = ("d2t", "t2d")
 LAYERS_FIELD = "eagle_aux_hidden_state_layer_ids"
-FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # what other values mean is another model
+FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # other values describe other models
     "model_type": ("llama",),
     "num_hidden_layers": (1,),
     "tie_word_embeddings": (False,),
@@ -34,22 +34,22 @@ FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # what other values mean is anothe
     "parallel_drafting": (False,),
     "num_aux_hidden_states": (NUM_FEATURES,),
     "logit_scale": (1, 1.0),
-    LAYERS_FIELD: (),  # readers disagree on what it counts there; see _feature_layers
+    LAYERS_FIELD: (),  # readers interpret it differently here; see _feature_layers
 }
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Eagle3Head:
-    """A checked head. spec: as a Llama of one layer, with the vocabulary and the context of its target."""
+    """A checked head. spec: a Llama of one layer, with its target's vocabulary and context."""
 
     spec: ModelSpec
-    feature_layers: tuple[int, ...]  # target layers whose inputs it reads, rising
-    token_ids: np.ndarray  # [draft_vocab_size] int64: the target's id of each of its logits
-    sources: dict[str, WeightSource]  # "fc" first; no "embedding" where it is the target's
+    feature_layers: tuple[int, ...]  # target layers whose inputs it reads, ascending
+    token_ids: np.ndarray  # [draft_vocab_size] int64: the target's id of each logit
+    sources: dict[str, WeightSource]  # "fc" first; no "embedding" if the target's is used
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
-    """Whether a config.json describes a head rather than a decoder."""
+    """Returns whether a config.json describes a head rather than a decoder."""
     names = config.get("architectures")
     return config.get("draft_vocab_size") is not None or (
         isinstance(names, list) and any("Eagle3" in str(name) for name in names)
@@ -57,7 +57,7 @@ def is_eagle3(config: dict[str, Any]) -> bool:
 
 
 def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Head:
-    """Checks config and token map of a head for this target, which is as its checkpoint says, nothing cut.
+    """Reads and checks config and token map of a head. target: its spec as in the checkpoint.
 
     Raises CheckpointError naming file, field or tensor, value and limit.
     """
@@ -70,13 +70,13 @@ def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Hea
         ("target_hidden_size", fields.values.get("target_hidden_size"), target.hidden_size),
     ):
         if value is not None and value != wanted:
-            raise fields.error(field, value, f"must be that of the target, {wanted}")
+            raise fields.error(field, value, f"must be the target's, {wanted}")
     has_embedding = "embed_tokens.weight" in checkpoint.names
     if not has_embedding and spec.hidden_size != target.hidden_size:
         raise fields.error(
             "hidden_size",
             spec.hidden_size,
-            f"must be that of the target, {target.hidden_size}: the head has no embedding of its own",
+            f"must be the target's, {target.hidden_size}, because the head has no embedding",
         )
     num_ids = fields.count("draft_vocab_size", spec.vocab_size, default=spec.vocab_size)
     prefix = next((p for p in LAYER_PREFIXES if f"{p}hidden_norm.weight" in checkpoint.names), LAYER_PREFIXES[0])
@@ -89,7 +89,7 @@ def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Hea
 
 
 def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
-    """Target layers whose inputs are read. eagle_config names the layers before them, whose outputs those are."""
+    """Returns the target layers whose inputs the head reads. eagle_config lists the layers before these."""
     section = fields.section("eagle_config")
     section.must_be("use_aux_hidden_state", True)
     layers, last = section.values.get(LAYERS_FIELD), target.num_layers - 2
@@ -98,13 +98,13 @@ def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
     is_rising = isinstance(layers, list) and len(layers) == NUM_FEATURES
     is_rising = is_rising and all(type(layer) is int for layer in layers) and layers == sorted(set(layers))
     if not is_rising or layers[0] < 0 or layers[-1] > last:
-        reason = f"must be {NUM_FEATURES} layers of the target that rise in [0, {last}]"
+        reason = f"must be {NUM_FEATURES} ascending layers of the target in [0, {last}]"
         raise fields.error(f"eagle_config.{LAYERS_FIELD}", layers, reason)
     return tuple(layer + 1 for layer in layers)
 
 
 def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int) -> np.ndarray:
-    """[num_ids] from d2t, which holds the target's id minus the head's; t2d, where there is one, has to agree."""
+    """Returns ids [num_ids] from d2t, which holds the target's id minus the head's. t2d must agree, if present."""
     where, own_ids = checkpoint.directory, np.arange(num_ids)
     if "d2t" not in checkpoint.names:
         if num_ids != vocab_size:
@@ -118,12 +118,12 @@ def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int)
         )
     distinct, counts = np.unique(ids, return_counts=True)
     if distinct.size < num_ids:
-        raise CheckpointError(f"{where}: d2t: id {distinct[counts > 1][0]} has more than one place")
+        raise CheckpointError(f"{where}: d2t: id {distinct[counts > 1][0]} is listed more than once")
     if "t2d" in checkpoint.names:
         said = np.flatnonzero(_integers(checkpoint, "t2d", vocab_size))
         other = np.setxor1d(said, distinct)
         if other.size:
-            raise CheckpointError(f"{where}: t2d and d2t differ: id {other[0]} is in one of them alone")
+            raise CheckpointError(f"{where}: t2d and d2t differ: id {other[0]} is in only one of them")
     return ids
 
 
@@ -138,8 +138,8 @@ def _integers(checkpoint: HuggingFaceCheckpoint, name: str, size: int) -> np.nda
 def _head_sources(
     spec: ModelSpec, target_hidden_size: int, num_ids: int, prefix: str, *, has_embedding: bool
 ) -> dict[str, WeightSource]:
-    """Those of a Llama of one layer, but for names, the width of what queries, keys and values are made of, the
-    head's rows, and what a Llama does not have: a norm of the hidden state and the matrix that joins features."""
+    """Returns the sources of a one-layer Llama, with other names, a qkv for rows of twice the width, num_ids rows of
+    lm_head, a norm of the hidden state, and the matrix that joins features."""
     hidden = spec.hidden_size
     features = (("fc.weight", (hidden, NUM_FEATURES * target_hidden_size)),)
     sources = {"fc": WeightSource(features, is_transposed=True)}
@@ -157,5 +157,5 @@ def _head_sources(
 
 
 def _head_name(name: str, prefix: str) -> str:
-    """model.layers.0.mlp.up_proj.weight -> midlayer.mlp.up_proj.weight, model.norm.weight -> norm.weight"""
+    """Renames model.layers.0.mlp.up_proj.weight -> midlayer.mlp.up_proj.weight, model.norm.weight -> norm.weight"""
     return name.removeprefix("model.").replace("layers.0.", prefix, 1)

@@ -1,7 +1,7 @@
-"""Model families: how each means its config.json. One small adapter per family; everything after is shared.
+"""Reads the spec of a model from its config.json. One small adapter per family; all that follows is shared.
 
-An adapter says where a family differs from Llama: biases, norms of queries and keys, experts. A variant that the
-decoder cannot compute is refused by its name.
+An adapter returns the fields in which a family differs from Llama: biases, norms of queries and keys, experts. Variants
+that the decoder cannot compute are refused by name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROPE_FIELDS = {
 
 
 def read_spec(fields: ConfigFields) -> ModelSpec:
-    """Dimensions and variants of a checkpoint, by its config. Raises CheckpointError for one that cannot be built."""
+    """Returns dimensions and variants of a model. Raises CheckpointError if it cannot be built."""
     family = fields.values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise fields.error("model_type", family, f"must be one of {', '.join(sorted(FAMILIES))}")
@@ -66,12 +66,14 @@ def _dimensions(fields: ConfigFields) -> dict[str, Any]:
 
 
 def _rotary(fields: ConfigFields) -> dict[str, Any]:
-    """Newer configs keep rotary settings in `rope_parameters`, older ones in `rope_theta` + `rope_scaling`."""
+    """Reads rotary settings: newer configs have `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
     name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
     rope = fields.section(name)
     unknown = sorted(set(rope.values) - ROPE_FIELDS)
     if unknown:
-        raise fields.error(f"{name}.{unknown[0]}", rope.values[unknown[0]], "this scaling of positions is not known")
+        raise fields.error(
+            f"{name}.{unknown[0]}", rope.values[unknown[0]], "unknown field: its effect on positions is not known"
+        )
     for holder in (rope, fields):
         if holder.values.get("partial_rotary_factor", 1) != 1:
             raise fields.error("partial_rotary_factor", holder.values["partial_rotary_factor"], "must be 1")
@@ -94,17 +96,17 @@ def _rotary(fields: ConfigFields) -> dict[str, Any]:
 def _refuse_quantization(fields: ConfigFields) -> None:
     if fields.values.get("quantization_config") is not None:
         method = fields.section("quantization_config").values.get("quant_method", "unknown")
-        raise fields.error("quantization_config.quant_method", method, "quantised weights cannot be built from")
+        raise fields.error("quantization_config.quant_method", method, "quantised weights are not supported")
 
 
 def _refuse_windows(fields: ConfigFields) -> None:
-    """A window that is not used counts as none; Qwen's configs carry one with use_sliding_window = false."""
+    """Refuses sliding windows, unless they are disabled, as in Qwen's configs: use_sliding_window = false."""
     if fields.values.get("model_type") == "mistral":
         fields.must_be("sliding_window")
     fields.must_be("use_sliding_window", False)
     kinds = fields.values.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):
-        raise fields.error("layer_types", kinds, "only layers of 'full_attention' can be built")
+        raise fields.error("layer_types", kinds, "only 'full_attention' layers can be built")
 
 
 def _llama(fields: ConfigFields) -> dict[str, Any]:

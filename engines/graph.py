@@ -1,7 +1,4 @@
-"""A thin builder for ONNX graphs, and the weight file that the segments of one model share.
-
-Knows protobufs and names; nothing of decoders.
-"""
+"""A thin builder for ONNX graphs, and the weight file that the segments of one model share."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from faser_backend.manifest import TensorSpec
 
 OPSET = 23
 IR_VERSION = 11
-WEIGHT_ALIGNMENT = 4096  # runtimes map the file: a weight starts on a page of its own
+WEIGHT_ALIGNMENT = 4096  # runtimes map the file, so each weight starts on a new page
 _ELEMENT_TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -29,7 +26,7 @@ _ELEMENT_TYPES = {
 
 
 class WeightStore:
-    """Writes arrays to one file, each name once, and hands out references to them."""
+    """A file of arrays, each name once, to which graphs refer."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,13 +37,13 @@ class WeightStore:
         return name in self._references
 
     def reference(self, name: str) -> TensorProto:
-        """A tensor that was added, as graphs name it."""
+        """Returns the reference of a tensor that was added."""
         return self._references[name]
 
     def add(self, name: str, array: np.ndarray, dtype: str = "float32") -> None:
-        """Writes an array in this dtype, block by block; its name must be new.
+        """Writes an array in this dtype, block by block. Its name must be new.
 
-        Raises CheckpointError for weights that are too large for the dtype.
+        Raises CheckpointError for numbers that are too large for the dtype.
         """
         assert name not in self._references
         self._file.write(bytes(-self._file.tell() % WEIGHT_ALIGNMENT))
@@ -65,15 +62,15 @@ class WeightStore:
 
 
 class GraphBuilder:
-    """Collects nodes, inputs, outputs and constants of a graph.
+    """A graph under construction: nodes, inputs, outputs and constants.
 
-    `dtype` is what matrices and hidden states have; what needs more is computed between `widen` and `narrow`.
+    Matrices and hidden states have `dtype`. Operations that need float32 are placed between `widen` and `narrow`.
     """
 
     FLOAT = TensorProto.FLOAT  # for the attribute of a Cast
 
     def __init__(self, store: WeightStore, dtype: str, weights: Mapping[str, np.ndarray]) -> None:
-        """weights: arrays by name, each read when the first graph over the store asks for it."""
+        """weights: arrays by name, each read when the first graph over the store uses it."""
         self.dtype = dtype
         self.inputs: list[TensorSpec] = []
         self.outputs: list[TensorSpec] = []
@@ -88,61 +85,61 @@ class GraphBuilder:
         return self.ops(op_type, *inputs, domain=domain, outs=[out or self._fresh(op_type)], **attributes)[0]
 
     def ops(self, op_type: str, *inputs: str, outs: int | list[str], domain: str = "", **attributes: Any) -> list[str]:
-        """Adds a node with several outputs; an output named "" is not computed."""
+        """Adds a node with several outputs and returns their names. An output named "" is not computed."""
         names = [self._fresh(op_type) for _ in range(outs)] if isinstance(outs, int) else outs
         node_name = f"{op_type}_{len(self._nodes)}"
         self._nodes.append(helper.make_node(op_type, list(inputs), names, name=node_name, domain=domain, **attributes))
         return names
 
     def ints(self, *values: int) -> str:
-        """A 1-D int64 constant, e.g. a shape."""
+        """Adds a 1-D int64 constant, e.g. a shape."""
         return self.constant("i_" + "_".join(map(str, values)).replace("-", "m"), np.array(values, np.int64))
 
     def integer(self, value: int) -> str:
-        """An int64 scalar."""
+        """Adds an int64 scalar."""
         return self.constant(f"n_{value}".replace("-", "m"), np.array(value, np.int64))
 
     def constant(self, name: str, array: np.ndarray) -> str:
-        """A small array that lies in the graph itself."""
+        """Adds a small array to the graph itself."""
         if name not in self._constants:
             self._constants[name] = numpy_helper.from_array(array, name)
         return name
 
     def table(self, name: str, array: np.ndarray) -> str:
-        """A computed float32 constant that lies in the shared weight file."""
+        """Adds a computed float32 constant to the shared weight file."""
         if name not in self._store:
             self._store.add(name, array)
         return self.weight(name)
 
     def weight(self, name: str, dtype: str = "float32") -> str:
-        """A weight of the model, or what lies in the shared weight file already, as a constant of this graph."""
+        """Adds a weight of the model, or an array of the shared weight file, as a constant of this graph."""
         if name not in self._store:
             self._store.add(name, self._weights[name], dtype)
         self._constants[name] = self._store.reference(name)
         return name
 
     def widen(self, x: str) -> str:
-        """A value of the graph's dtype as float32."""
+        """Converts a value of the graph's dtype to float32."""
         return x if self.dtype == "float32" else self.op("Cast", x, to=_ELEMENT_TYPES["float32"])
 
     def narrow(self, x: str) -> str:
-        """A float32 value in the graph's dtype."""
+        """Converts a float32 value to the graph's dtype."""
         return x if self.dtype == "float32" else self.op("Cast", x, to=_ELEMENT_TYPES[self.dtype])
 
     def linear(self, x: str, name: str, *, has_bias: bool = False) -> str:
-        """x times the matrix [in, out] of this name, plus its bias; summed in float32.
+        """Multiplies x by the matrix [in, out] of this name and adds its bias; summed in float32.
 
-        Compilers know a product between casts: TensorRT-RTX keeps the matrix in its dtype.
+        Compilers fuse a product between casts: TensorRT-RTX keeps the matrix in its dtype.
         """
         product = self.op("MatMul", self.widen(x), self.widen(self.weight(name, self.dtype)))
         return self.narrow(self.op("Add", product, self.weight(f"{name}_bias")) if has_bias else product)
 
     def row_products(self, x: str, name: str, out: str | None = None) -> str:
-        """x times the rows of the matrix [out, in] of this name, both float32."""
+        """Multiplies x by the rows of the matrix [out, in] of this name, in float32."""
         return self.op("Gemm", x, self.widen(self.weight(name, self.dtype)), transB=1, out=out)
 
     def rows(self, name: str, indices: str) -> str:
-        """Rows of the matrix of this name, in the graph's dtype."""
+        """Gathers rows of the matrix of this name, in the graph's dtype."""
         return self.op("Gather", self.weight(name, self.dtype), indices)
 
     def input(self, name: str, shape: tuple[int | str, ...], dtype: str = "int64") -> str:
@@ -153,7 +150,7 @@ class GraphBuilder:
         self.outputs.append(TensorSpec(name, dtype, shape))
 
     def model(self, name: str) -> onnx.ModelProto:
-        """The collected nodes; constants of `weight` stay in their file."""
+        """Returns the finished graph. Constants of `weight` stay in their file."""
         inputs, outputs = (
             [helper.make_tensor_value_info(t.name, _ELEMENT_TYPES[t.dtype], t.shape) for t in tensors]
             for tensors in (self.inputs, self.outputs)

@@ -1,7 +1,7 @@
-"""Targets of a TensorRT engine: limits of calls, devices, and one optimisation profile per bucket of calls.
+"""Options of a TensorRT engine: limits of calls, devices, and one optimisation profile per bucket of calls.
 
-An engine takes the shapes of its profiles and is tuned for each one's usual shape. Every bucket lies within
-the last one, so that the largest call that is allowed has a profile. Pure: knows dimensions, no TensorRT.
+An engine accepts the shapes of its profiles and is tuned for each profile's usual shape. Every bucket is within
+the last one, so that the largest allowed call has a profile. Needs no TensorRT.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import BucketSpec, TensorSpec
 
 DEFAULT_MAX_CONTEXT = 4096
-MAX_VERIFY_ROWS = 16  # of one sequence: what adaptive policies draft, the token before it, rounded up
+MAX_VERIFY_ROWS = 16  # of one sequence: the drafts of adaptive policies and the anchor, rounded up
 MAX_CANDIDATES = 64  # of one row, for exit scores
 MAX_ELEMENTS = (1 << 31) - 1  # of a tensor
 USUAL_NUM_SEQS = 8
@@ -28,9 +28,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CallLimits:
-    """The largest calls: what `faser serve` is asked for has to lie within.
+    """The largest calls that an engine accepts, and thus limits of `faser serve`.
 
-    max_context: tokens of a sequence, prompt and output; None = the model's, at most DEFAULT_MAX_CONTEXT.
+    max_context: prompt + output tokens of a sequence; None = the model's limit, at most DEFAULT_MAX_CONTEXT.
     """
 
     max_num_seqs: int = 32
@@ -47,13 +47,13 @@ class CallLimits:
                 raise CheckpointError(f"{name} = {value}: must lie in [1, {most}]")
 
     def apply(self, spec: ModelSpec) -> ModelSpec:
-        """The model as it will be served: with the context that its engines take."""
+        """Returns the spec with the context that its engines accept."""
         wanted = self.max_context or DEFAULT_MAX_CONTEXT
         return replace(spec, max_context=min(spec.max_context, wanted))
 
 
 class SplitStreams(NamedTuple):
-    """Handles of CUDA streams, each on the green context of one share."""
+    """Handles of CUDA streams, each in the green context of one model's share."""
 
     draft: int
     target: int
@@ -63,8 +63,8 @@ class SplitStreams(NamedTuple):
 class TensorRtOptions:
     """Calls and devices that engines are compiled for.
 
-    compute_capabilities: e.g. ("8.9", "12.0"), TensorRT-RTX alone; () = its own choice. split_streams: by the
-    name of each SM split, e.g. "16/116", a CUDA stream on each model's share; full TensorRT with a GPU alone.
+    compute_capabilities: e.g. ("8.9", "12.0"), only for TensorRT-RTX; () = its default. split_streams: CUDA streams
+    on each model's share by the name of the SM split, e.g. "16/116"; only for full TensorRT with a GPU.
     """
 
     limits: CallLimits = field(default_factory=CallLimits)
@@ -75,7 +75,7 @@ class TensorRtOptions:
 def call_buckets(
     spec: ModelSpec, kv_block_size: int, limits: CallLimits, splits: Sequence[str] = ("",)
 ) -> tuple[BucketSpec, ...]:
-    """Decode, verify and prefill for each split. spec: as it is served."""
+    """Returns the buckets decode, verify and prefill for each split. spec: as it is served."""
     most_seqs, most_prefill = limits.max_num_seqs, limits.max_prefill_tokens
     usual_seqs = min(USUAL_NUM_SEQS, most_seqs)
     most_verify = most_seqs * MAX_VERIFY_ROWS
@@ -114,18 +114,18 @@ def call_buckets(
 
 
 def narrowed(bucket: BucketSpec, inputs: Sequence[TensorSpec]) -> BucketSpec:
-    """The bucket with those dimensions alone that the inputs have."""
+    """Returns the bucket with only the dimensions of the inputs."""
     used = {size for tensor in inputs for size in tensor.shape}
     return replace(bucket, ranges={name: sizes for name, sizes in bucket.ranges.items() if name in used})
 
 
 def with_free_rows(buckets: Sequence[BucketSpec]) -> tuple[BucketSpec, ...]:
-    """For attention that is given packed rows alone: any number of a call's rows may be of one sequence."""
+    """Lets all rows of a call belong to one sequence, for attention that takes packed rows."""
     return tuple(replace(bucket, ranges={**bucket.ranges, "Q": bucket.ranges["T"]}) for bucket in buckets)
 
 
 def shapes_of(tensor: TensorSpec, bucket: BucketSpec) -> tuple[Shape, Shape, Shape]:
-    """Least, usual and most shape of an input."""
+    """Returns the smallest, usual and largest shape of an input."""
     sizes = [bucket.ranges[size] if isinstance(size, str) else (size,) * 3 for size in tensor.shape]
     least, usual, most = (tuple(size[end] for size in sizes) for end in range(3))
     return least, usual, most

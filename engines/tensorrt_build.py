@@ -1,7 +1,7 @@
-"""Graphs of segments -> TensorRT engines: `tensorrt_rtx` on any machine, `tensorrt` where its GPU is.
+"""Compiles graphs of segments to TensorRT engines: `tensorrt_rtx` on any machine, `tensorrt` on the GPU it is for.
 
-One engine per segment, strongly typed, with one optimisation profile per bucket of calls and, where streams
-of SM splits are given, per split. Errors that TensorRT merely logs are raised.
+There is one strongly typed engine per segment, with an optimisation profile per bucket of calls and, if streams of SM
+splits are given, per split. Errors that TensorRT only logs are raised.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from faser_backend.runtime_spec import RUNTIMES
 
 
 class TensorRtCompiler:
-    """Compiles the segments of one engine directory."""
+    """A compiler of the segments of one engine directory."""
 
     def __init__(  # noqa: PLR0917
         self,
@@ -41,10 +41,10 @@ class TensorRtCompiler:
         begin: Callable[[str], None],
         report: Callable[[str], None],
     ) -> None:
-        """begin: called before each step of `num_steps`. report: called with what TensorRT does within one.
+        """begin: called before each step of `num_steps`. report: called with TensorRT's progress within a step.
 
-        Raises TensorRtError where TensorRT is not installed or lacks the GPU that it needs, and CheckpointError for
-        options that it cannot take.
+        Raises TensorRtError if TensorRT is not installed or lacks the GPU that it needs, and CheckpointError for
+        options that it does not support.
         """
         self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[runtime].tensorrt)
         if self.tensorrt.flavour == "full":
@@ -55,7 +55,7 @@ class TensorRtCompiler:
         _check_options(self.tensorrt, options)
 
     def num_steps(self, num_segments: int, num_models: int, *, has_head: bool) -> int:
-        """Steps of writing all models. num_segments: those of a head, whose graphs are one step, counted as one."""
+        """Returns the steps of writing all models. num_segments: a head counts as one."""
         return 2 * num_segments + has_head
 
     def write_model(
@@ -73,7 +73,7 @@ class TensorRtCompiler:
     def write_head(
         self, head: Eagle3Head, weights: Mapping[str, ModelWeights], target: ModelEngine, directory: Path
     ) -> ModelEngine:
-        """The same of a draft head, which gets the target's embedding where it has none of its own."""
+        """Compiles a draft head. It gets the target's embedding if it has none."""
 
         def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
             self._begin("draft: EAGLE-3 head")
@@ -95,7 +95,7 @@ class TensorRtCompiler:
         segments: Callable[[WeightStore], Iterator[tuple[int, int, SegmentGraph]]],
         directory: Path,
     ) -> ModelEngine:
-        """Writes graphs and their weights to a folder for the while, and compiles them into `directory`."""
+        """Writes graphs and their weights to a temporary folder, and compiles them into `directory`."""
         with tempfile.TemporaryDirectory(suffix=".onnx", dir=directory) as folder:
             store = WeightStore(Path(folder) / f"{name}.weights")
             written = tuple(
@@ -106,9 +106,9 @@ class TensorRtCompiler:
             return self.compile_model(ModelEngine(spec, None, written), Path(folder), directory)
 
     def compile_model(self, model: ModelEngine, onnx_dir: Path, directory: Path) -> ModelEngine:
-        """model: its ONNX segments in onnx_dir, NAME.0.onnx and so on."""
-        takes_turns = model.spec.reads_target or model.spec.feature_layers  # heads and their targets share no device
-        splits = ("", *(() if takes_turns else self._options.split_streams))  # the whole device first
+        """Compiles a model whose ONNX segments are in onnx_dir, as NAME.0.onnx and so on."""
+        is_serial = model.spec.reads_target or model.spec.feature_layers  # heads and their targets never run at once
+        splits = ("", *(() if is_serial else self._options.split_streams))  # the whole device first
         buckets = call_buckets(model.spec, self._kv_block_size, self._options.limits, splits)
         segments = []
         for segment in model.segments:
@@ -126,7 +126,7 @@ class TensorRtCompiler:
     def compile_segment(
         self, onnx_path: Path, segment: SegmentSpec, buckets: tuple[BucketSpec, ...], path: Path
     ) -> None:
-        """Writes the engine of one ONNX file. Raises TensorRtError naming segment, stage and what was logged."""
+        """Writes the engine of one ONNX file. Raises TensorRtError naming segment, stage and logged errors."""
         module, log = self.tensorrt.module, self.tensorrt.error_log()
         builder = module.Builder(log.logger)
         network = parse_network(self.tensorrt, builder, log, onnx_path)
@@ -138,7 +138,7 @@ class TensorRtCompiler:
         config.progress_monitor = monitor.monitor
         engine = monitor.run(lambda: builder.build_serialized_network(network, config))
         if engine is None:
-            raise log.fail(f"{onnx_path.name}: build", "TensorRT made no engine and gave no reason")
+            raise log.fail(f"{onnx_path.name}: build", "TensorRT returned no engine and logged no error")
         log.check(f"{onnx_path.name}: build")
         if self.tensorrt.has_plugins:
             check_no_copies(layer_information(module, log.logger, engine), path.name)
@@ -146,16 +146,16 @@ class TensorRtCompiler:
 
     def _config(self, builder: Any) -> Any:
         module, config = self.tensorrt.module, builder.create_builder_config()
-        config.max_aux_streams = 0  # streams of TensorRT's own would leave the share of the device
+        config.max_aux_streams = 0  # auxiliary streams would leave the model's share of the device
         if self._dtype == "fp32":
-            config.clear_flag(module.BuilderFlag.TF32)  # half-precision operands are exact in it, these are not
+            config.clear_flag(module.BuilderFlag.TF32)  # TF32 would round float32 operands
         if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
-            config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # without it RTX may not be captured in graphs
+            config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # RTX needs it to be captured in CUDA graphs
         aliased = getattr(module.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
-        if self.tensorrt.has_plugins and aliased is not None:  # ours writes the pools in place
+        if self.tensorrt.has_plugins and aliased is not None:  # the plugin writes the pools in place
             config.set_preview_feature(aliased, True)
         if self.tensorrt.has_plugins:
-            config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # so that layers tell what they read
+            config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # for the tensors that layers read
         targets = self._options.compute_capabilities
         if targets:
             config.num_compute_capabilities = len(targets)
@@ -165,7 +165,7 @@ class TensorRtCompiler:
         return config
 
     def make_profile(self, builder: Any, segment: SegmentSpec, bucket: BucketSpec) -> Any:
-        """The optimisation profile of a bucket of calls."""
+        """Makes the optimisation profile of a bucket of calls."""
         profile = builder.create_optimization_profile()
         for tensor in segment.inputs:
             profile.set_shape(tensor.name, *shapes_of(tensor, bucket))
@@ -176,30 +176,30 @@ class TensorRtCompiler:
 
 
 def what_is_in(segment: SegmentSpec) -> str:
-    """For a line of progress."""
+    """Returns a description for progress lines."""
     if segment.first_layer == segment.last_layer:
-        return "the joining of hidden states"
+        return "the join of hidden states"
     return f"layers {segment.first_layer} to {segment.last_layer}"
 
 
 def parse_network(tensorrt: TensorRt, builder: Any, log: ErrorLog, onnx_path: Path) -> Any:
-    """The network of an ONNX file, whose weights lie beside it. Raises TensorRtError naming the nodes it refuses."""
+    """Parses an ONNX file with its weights beside it. Raises TensorRtError naming the nodes that it refuses."""
     module = tensorrt.module
-    strongly_typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # later the only kind
+    strongly_typed = getattr(module.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # absent: always
     network = builder.create_network(0 if strongly_typed is None else 1 << int(strongly_typed))
     parser = module.OnnxParser(network, log.logger)
     if not parser.parse_from_file(str(onnx_path)):
         errors = [parser.get_error(index) for index in range(parser.num_errors)]
         log.take_errors()
         reasons = "; ".join(f"{error.node_operator()} {error.node_name()}: {error.desc()}" for error in errors)
-        raise TensorRtError(f"{onnx_path.name}: parse: {reasons or 'TensorRT gave no reason'}")
+        raise TensorRtError(f"{onnx_path.name}: parse: {reasons or 'TensorRT logged no error'}")
     log.check(f"{onnx_path.name}: parse")
     _let_attention_decompose(module, network)
     return network
 
 
 def _let_attention_decompose(module: Any, network: Any) -> None:
-    """Lets TensorRT take attention apart where no fused kernel has its type and shapes, as for fp32."""
+    """Lets TensorRT decompose attention if no fused kernel supports its type and shapes, as for fp32."""
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == module.LayerType.ATTENTION_OUTPUT:
@@ -208,23 +208,25 @@ def _let_attention_decompose(module: Any, network: Any) -> None:
 
 
 def require_gpu(title: str) -> None:
-    """For a TensorRT that times kernels while it builds. Raises TensorRtError where torch finds no GPU."""
+    """Raises TensorRtError if torch finds no GPU, on which this TensorRT times kernels while it builds."""
     try:
         import torch
     except ImportError as error:
         raise TensorRtError(f"{title}: {error}; install it with pip install 'faser-backend[tensorrt]'") from None
     if not torch.cuda.is_available():
-        raise TensorRtError(f"{title} builds on the GPU that its engines are for, and torch finds none here")
+        raise TensorRtError(f"{title} builds on the GPU that its engines are for, but torch finds no GPU")
 
 
 def _check_options(tensorrt: TensorRt, options: TensorRtOptions) -> None:
     known = tensorrt.compute_capabilities
     for target in options.compute_capabilities:
         if not known:
-            raise CheckpointError(f"compute_capabilities = {target}: {tensorrt.title} builds for the GPU at hand alone")
+            raise CheckpointError(
+                f"compute_capabilities = {target}: {tensorrt.title} builds only for this machine's GPU"
+            )
         if target not in known:
             raise CheckpointError(f"compute_capabilities = {target}: must be one of {', '.join(known)}")
     if len(set(options.compute_capabilities)) != len(options.compute_capabilities):
-        raise CheckpointError(f"compute_capabilities = {', '.join(options.compute_capabilities)}: names one twice")
+        raise CheckpointError(f"compute_capabilities = {', '.join(options.compute_capabilities)}: lists one twice")
     if options.split_streams and not (tensorrt.has_plugins and tensorrt.has_profile_streams):
-        raise CheckpointError(f"split_streams: {tensorrt.title} cannot build for SM splits")
+        raise CheckpointError(f"split_streams: {tensorrt.title} does not support SM splits")

@@ -1,7 +1,7 @@
-"""Does a built engine copy KV pools? The plugin writes them in place, which TensorRT may or may not take as meant.
+"""Checks that a built engine does not copy KV pools. The plugin writes them in place, which TensorRT may not support.
 
-An engine's layer information says which layers it has and which tensors they read and write. A layer that is not the
-plugin's and touches a pool moves it as a whole, in every call. Knows nothing of how engines are built.
+An engine's layer information lists its layers, and the tensors that they read and write. Any other layer than the
+plugin's that touches a pool copies the whole pool in every call.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MOST_NAMED = 3
 
 
 def check_no_copies(information: str, engine: str) -> None:
-    """Raises TensorRtError where the engine `engine` copies pools, naming layers, or where nothing is known of it.
+    """Raises TensorRtError naming layers if the engine `engine` copies pools, or if it cannot be known.
 
-    information: what an engine inspector tells in JSON, in detail or layer names alone.
+    information: JSON of an engine inspector, with details or only layer names.
     """
     try:
         layers: Any = json.loads(information)["Layers"]
@@ -36,18 +36,18 @@ def check_no_copies(information: str, engine: str) -> None:
         named = "; ".join(f"{name} of {', '.join(pools)}" for name, pools in copies[:MOST_NAMED])
         raise TensorRtError(
             f"{engine}: {len(copies)} layers copy {len({pool for _, pools in copies for pool in pools})} KV pools in "
-            f"every call, as {named}{'; ...' * (len(copies) > MOST_NAMED)}; the plugin writes pools in place, and this "
-            "TensorRT does not take it so: use runtime torch"
+            f"every call, as {named}{'; ...' * (len(copies) > MOST_NAMED)}; this TensorRT "
+            "does not support a plugin that writes them in place: use runtime torch"
         )
 
 
 def _moved_pools(layer: Any) -> tuple[str, list[str]]:
-    """A layer and the pools that it moves, none of the plugin's; layers of a build without details are names alone."""
+    """Returns a layer's name and the pools that it copies. In a build without details, a layer is a name."""
     name, kind, tensors = layer, "", [layer]
     if isinstance(layer, dict):
         name, kind = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
         tensors = [str(tensor.get("Name", "")) for side in ("Inputs", "Outputs") for tensor in layer.get(side) or ()]
-    is_reformat = REFORMAT.match(name) or REFORMAT.match(kind)  # around a plugin, for which it is named
+    is_reformat = REFORMAT.match(name) or REFORMAT.match(kind)  # a reformat around a plugin has its name
     if not is_reformat and (PLUGIN.search(kind) or PLUGIN.search(name)):
         return name, []
     return f"{name} ({kind})" if kind else name, list(
@@ -56,6 +56,6 @@ def _moved_pools(layer: Any) -> tuple[str, list[str]]:
 
 
 def layer_information(module: Any, logger: Any, engine: Any) -> str:
-    """An inspector's words on the serialised engine. module: tensorrt."""
+    """Returns the inspector's information on a serialised engine. module: tensorrt."""
     opened = module.Runtime(logger).deserialize_cuda_engine(engine)
     return opened.create_engine_inspector().get_engine_information(module.LayerInformationFormat.JSON)

@@ -1,9 +1,9 @@
-"""TensorRT-LLM's unified checkpoints: one safetensors file per rank, read as if the model had never been shared.
+"""Reads TensorRT-LLM's unified checkpoints, one safetensors file per rank, as one model.
 
-Stages hold consecutive layers, numbered from zero in each; the ranks of a stage hold slices of its tensors. The
-vocabulary may be padded to a multiple of the ranks, and where KV heads are fewer than ranks each is held more
-than once. Config and tensors have Hugging Face's names, so that nothing else knows of this layout; what has no
-counterpart there (scaled embeddings, quantised weights, context parallelism) is refused by name.
+Stages hold consecutive layers, numbered from zero in each stage; the ranks of a stage hold slices of its tensors. The
+vocabulary may be padded to a multiple of the ranks. If there are fewer KV heads than ranks, each is held more than
+once. Config and tensors get Hugging Face's names. Features without a counterpart there (scaled embeddings, quantised
+weights, context parallelism) are refused by name.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
 LAYER = re.compile(r"transformer\.layers\.(\d+)\.(.+)")
 OUTSIDE = {"transformer.ln_f.weight": "model.norm.weight", "lm_head.weight": "lm_head.weight"}
 EMBEDDING = "transformer.vocab_embedding.weight"
-LAYER_NAMES: dict[str, tuple[str, int | None]] = {  # -> name, axis along which it is sliced; None: it is not
+LAYER_NAMES: dict[str, tuple[str, int | None]] = {  # -> name, axis along which it is sliced, or None
     "input_layernorm.weight": ("input_layernorm.weight", None),
     "post_layernorm.weight": ("post_attention_layernorm.weight", None),
     "attention.q_layernorm.weight": ("self_attn.q_norm.weight", None),
     "attention.k_layernorm.weight": ("self_attn.k_norm.weight", None),
     "attention.dense.weight": ("self_attn.o_proj.weight", 1),
     "attention.dense.bias": ("self_attn.o_proj.bias", None),
-    "mlp.fc.weight": ("mlp.gate_proj.weight", 0),  # fc is what the activation is applied to
+    "mlp.fc.weight": ("mlp.gate_proj.weight", 0),  # the activation is applied to fc
     "mlp.fc.bias": ("mlp.gate_proj.bias", 0),
     "mlp.gate.weight": ("mlp.up_proj.weight", 0),
     "mlp.gate.bias": ("mlp.up_proj.bias", 0),
@@ -62,17 +62,17 @@ Part = tuple[int | slice, ...]
 
 
 class _Merged(NamedTuple):
-    """One tensor: the same part of the same tensor in each of some files, put together along an axis."""
+    """A tensor: the same part of the same tensor in some files, joined along an axis."""
 
     files: tuple[SafetensorsFile, ...]
     name: str
     axis: int = 0
     part: Part = ()
-    vocab_size: int | None = None  # rows from here on are padding
+    vocab_size: int | None = None  # further rows are padding
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of what `read` returns; padding that does not even out the ranks' slices is none, and kept."""
+        """The shape of what `read` returns. Only padding that makes the ranks' slices equal is cut."""
         shapes = [np.broadcast_to(np.int8(0), file.shape(self.name))[self.part].shape for file in self.files]
         rows, *rest = shapes[0]
         if self.axis == 0:
@@ -90,7 +90,7 @@ class _Merged(NamedTuple):
 
 
 class TensorRTLLMCheckpoint(Checkpoint):
-    """`fields` are those of the translated config."""
+    """A directory in TensorRT-LLM's layout. `fields` are those of the translated config."""
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         self.origin = self.directory = directory
@@ -115,7 +115,7 @@ class TensorRTLLMCheckpoint(Checkpoint):
         return self._merged[name].shape
 
     def dtype(self, name: str) -> str:
-        """As of Checkpoint; ranks that differ are refused when they are read."""
+        """Returns the dtype. Raises CheckpointError if it differs between ranks."""
         merged = self._merged[name]
         dtypes = {file.path.name: file.dtype(merged.name) for file in merged.files}
         if len(set(dtypes.values())) > 1:
@@ -126,13 +126,13 @@ class TensorRTLLMCheckpoint(Checkpoint):
         return self._merged[name].read()
 
     def _add_stage(self, stage: int, first_layer: int) -> int:
-        """Adds the tensors of a pipeline stage; returns how many layers it holds."""
+        """Adds the tensors of a pipeline stage, and returns its number of layers."""
         ranks = range(stage * self._ranks.num_slices, (stage + 1) * self._ranks.num_slices)
         files = tuple(SafetensorsFile(self.directory / f"rank{rank}.safetensors") for rank in ranks)
         for file in files[1:]:
             for name in sorted(set(files[0].names) ^ set(file.names)):
                 lacking = file if name in files[0].names else files[0]
-                raise CheckpointError(f"{lacking.path}: tensor {name} is missing, though another rank has its slice")
+                raise CheckpointError(f"{lacking.path}: tensor {name} is missing, but another rank has a slice of it")
             for name in file.names:
                 shapes = [list(one.shape(name)) for one in (file, files[0])]
                 if shapes[0] != shapes[1]:
@@ -143,14 +143,14 @@ class TensorRTLLMCheckpoint(Checkpoint):
                 raise CheckpointError(f"{files[0].path}: {name} has shape []: must be a vector or more")
             for ours, merged in self._from(name, files, first_layer):
                 if ours in self._merged:
-                    raise CheckpointError(f"{files[0].path}: {name}: an earlier stage holds this tensor too")
+                    raise CheckpointError(f"{files[0].path}: {name}: an earlier stage also holds this tensor")
                 self._merged[ours] = merged
             if match := LAYER.fullmatch(name):
                 num_layers = max(num_layers, int(match[1]) + 1)
         return num_layers
 
     def _from(self, name: str, files: tuple[SafetensorsFile, ...], first_layer: int) -> Iterator[tuple[str, _Merged]]:
-        """Hugging Face's tensors that a tensor of the ranks is, or is part of."""
+        """Yields Hugging Face's tensors that are made from a tensor of the ranks."""
         if name == EMBEDDING:
             axis = self._ranks.embedding_axis
             merged = _Merged(files if axis is not None else files[:1], name, axis or 0, vocab_size=self._vocab_size)
@@ -170,14 +170,14 @@ class TensorRTLLMCheckpoint(Checkpoint):
                 ours, axis = LAYER_NAMES[suffix]
                 yield prefix + ours, _Merged(files if axis is not None else files[:1], name, axis or 0)
             else:
-                raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a model that is known")
+                raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a supported model")
         else:
-            raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a model that is known")
+            raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a supported model")
 
     def _projections(
         self, prefix: str, kind: str, name: str, files: tuple[SafetensorsFile, ...]
     ) -> Iterator[tuple[str, _Merged]]:
-        """Each rank's rows are its queries, then its keys, then its values."""
+        """Separates queries, keys and values, which follow each other in each rank's rows."""
         num_copies = max(len(files) // self._num_kv_heads, 1)  # ranks that hold the same KV head
         num_q = self._num_heads // len(files) * self._head_dim
         num_kv = max(self._num_kv_heads // len(files), 1) * self._head_dim
@@ -188,7 +188,7 @@ class TensorRTLLMCheckpoint(Checkpoint):
 
 
 def _experts(prefix: str, suffix: str, name: str, files: tuple[SafetensorsFile, ...]) -> Iterator[tuple[str, _Merged]]:
-    """fc stacks (up, gate) of all experts, [E, 2 * inner, hidden]; proj their down projections, [E, hidden, inner]."""
+    """Separates experts: fc stacks (up, gate), [E, 2 * inner, hidden]; proj stacks down, [E, hidden, inner]."""
     num_experts, num_rows, _ = files[0].shape(name)
     for expert in range(num_experts):
         module = f"{prefix}mlp.experts.{expert}"
@@ -201,15 +201,15 @@ def _experts(prefix: str, suffix: str, name: str, files: tuple[SafetensorsFile, 
 
 
 class Ranks(NamedTuple):
-    """Stage s, slice t of the checkpoint lies in rank{s * num_slices + t}.safetensors."""
+    """The ranks of a checkpoint: stage s, slice t is in rank{s * num_slices + t}.safetensors."""
 
     num_stages: int  # pipeline parallel
     num_slices: int  # tensor parallel
-    embedding_axis: int | None  # along which the embedding is sliced; None: every rank holds all of it
+    embedding_axis: int | None  # along which the embedding is sliced; None: every rank has all of it
 
 
 def read_ranks(fields: ConfigFields) -> Ranks:
-    """Raises CheckpointError for ways of sharing a model that cannot be merged."""
+    """Reads the mapping. Raises CheckpointError for ways of sharding that cannot be merged."""
     mapping = fields.section("mapping")
     mapping.must_be("cp_size", 1)
     mapping.must_be("moe_ep_size", 1, -1)
@@ -221,7 +221,7 @@ def read_ranks(fields: ConfigFields) -> Ranks:
     num_kv_heads = fields.count("num_key_value_heads", 1 << 20, default=num_heads)
     if num_heads % num_slices or (num_kv_heads % num_slices and num_slices % num_kv_heads):
         raise fields.error(
-            "mapping.tp_size", num_slices, f"cannot share {num_heads} attention and {num_kv_heads} KV heads"
+            "mapping.tp_size", num_slices, f"cannot divide {num_heads} attention and {num_kv_heads} KV heads"
         )
     if not fields.flag("use_parallel_embedding", False):
         return Ranks(num_stages, num_slices, None)
@@ -230,7 +230,7 @@ def read_ranks(fields: ConfigFields) -> Ranks:
 
 
 def translated(fields: ConfigFields, *, has_head: bool) -> dict[str, Any]:
-    """The config in Hugging Face's words. has_head: the checkpoint holds a head that is not the embedding."""
+    """Returns the config in Hugging Face's names. has_head: the checkpoint has a head besides the embedding."""
     _refuse_variants(fields)
     architecture = fields.values["architecture"]
     config = {ours: fields.values[name] for name, ours in NAMES.items() if name in fields.values}
@@ -251,7 +251,7 @@ def _refuse_variants(fields: ConfigFields) -> None:
     for name in ("quant_algo", "kv_cache_quant_algo"):
         algorithm = quantization.values.get(name)
         if algorithm is not None:
-            raise fields.error(f"quantization.{name}", algorithm, "quantised weights cannot be built from")
+            raise fields.error(f"quantization.{name}", algorithm, "quantised weights are not supported")
     fields.must_be("position_embedding_type", "rope_gpt_neox")
     fields.must_be("hidden_act", "silu", "swiglu")
     fields.must_be("rotary_pct", 1, 1.0)
@@ -265,7 +265,7 @@ def _refuse_variants(fields: ConfigFields) -> None:
 
 def _experts_config(fields: ConfigFields) -> dict[str, Any]:
     moe = fields.section("moe")
-    moe.must_be("normalization_mode", 0, 1)  # weights as the softmax gives them, or divided by their sum
+    moe.must_be("normalization_mode", 0, 1)  # the softmax's weights, or the same divided by their sum
     return {
         "num_experts": moe.values.get("num_experts"),
         "num_experts_per_tok": moe.values.get("top_k"),

@@ -1,8 +1,7 @@
-"""Graphs in which the ONNX parser of full TensorRT finds our attention plugin: its attributes, and its two halves.
+"""Rewrites graphs so that the ONNX parser of full TensorRT finds the attention plugin, with attributes.
 
-The graph of a segment holds bare `faser::PrunedChunkAttention` nodes. Each becomes two nodes, as TensorRT bakes kernels
-into the engine and launches one per plugin. Weights are not touched:
-the rewritten graph lies beside the first one and refers to the same files.
+A segment's graph has `faser::PrunedChunkAttention` nodes without attributes. Each becomes two nodes, because TensorRT
+launches one kernel per plugin. The rewritten graph is written beside the first one and refers to the same weights.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from faser_backend.plugins.tensorrt_contract import (
 )
 from faser_backend.plugins.tensorrt_import import TensorRt, TensorRtError
 
-# Rows of a sequence that programs are cut for: a verification of some draft tokens. Prompts' chunks use the same.
+# Rows of a sequence per program: a verification of some draft tokens. Prompts' chunks use the same.
 TILE_ROWS = 8
 SUFFIX = ".plugins.onnx"
 
 
 def write_plugin_network(tensorrt: TensorRt, onnx_path: Path, geometry: Geometry) -> Path:
-    """Registers the plugin with a TensorRT that has_plugins; returns the graph that its parser is to read."""
+    """Registers the plugin with a TensorRT that has_plugins; returns the path of the rewritten graph."""
     from faser_backend.plugins.tensorrt_aot import register_aot_plugins
 
     register_aot_plugins(tensorrt.module.__name__)
@@ -46,7 +45,7 @@ def write_plugin_network(tensorrt: TensorRt, onnx_path: Path, geometry: Geometry
 
 
 def plugin_network(model: onnx.ModelProto, geometry: Geometry) -> onnx.ModelProto:
-    """The model with two nodes of the plugin, which have its attributes, in place of every attention node."""
+    """Returns the model with two nodes of the plugin, with attributes, in place of every attention node."""
     changed = onnx.ModelProto()
     changed.CopyFrom(model)
     del changed.graph.node[:]
@@ -73,9 +72,9 @@ def _parts(node: onnx.NodeProto) -> dict[str, str]:
 
 
 def plugin_geometry(spec: ModelSpec, kv_block_size: int, buckets: Sequence[BucketSpec]) -> Geometry:
-    """For the GPU at hand. buckets: all calls that the engine is for, with their rows per sequence, "Q".
+    """Returns the plugin's attributes for this machine's GPU. buckets: the engine's, with "Q", rows per sequence.
 
-    Raises TensorRtError where there is no GPU.
+    Raises TensorRtError if there is no GPU.
     """
     num_sms, capability = _device()
     return Geometry(
@@ -91,10 +90,10 @@ def plugin_geometry(spec: ModelSpec, kv_block_size: int, buckets: Sequence[Bucke
 
 
 def _device() -> tuple[int, int]:
-    """SMs and compute capability of the GPU; full TensorRT compiles for no other. Raises TensorRtError without one."""
+    """Returns SMs and compute capability of the GPU, the only one that full TensorRT compiles for."""
     import torch
 
     if not torch.cuda.is_available():
-        raise TensorRtError(f"TensorRT compiles for the GPU at hand, and torch {torch.__version__} sees none")
+        raise TensorRtError(f"TensorRT compiles for this machine's GPU, but torch {torch.__version__} finds none")
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     return properties.multi_processor_count, 10 * properties.major + properties.minor

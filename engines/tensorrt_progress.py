@@ -1,7 +1,7 @@
-"""Progress of TensorRT while it builds, and how a build is stopped.
+"""Reports the progress of a TensorRT build, and stops a build.
 
-TensorRT calls a monitor from a thread of its choice and cannot be left by an exception: whatever goes wrong
-in a callback is kept, the build is asked to stop, and the error is raised once it has.
+TensorRT calls a monitor from a thread of its choice, and an exception must not pass through it. An error in a callback
+is kept, the build is stopped, and then the error is raised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
-MAX_DEPTH = 2  # of phases within phases; what lies deeper is over in milliseconds
+MAX_DEPTH = 2  # of nested phases; deeper ones take milliseconds
 MIN_INTERVAL_S = 0.1  # between two reports of steps: phases have hundreds
 
 
@@ -24,7 +24,7 @@ class _Phase(NamedTuple):
 
 
 class BuildMonitor:
-    """`monitor` goes to TensorRT; `run` builds on another thread, so that an interrupt reaches this one."""
+    """A monitor of a build. `monitor` is passed to TensorRT; `run` builds on another thread, for interrupts."""
 
     def __init__(self, module: Any, report: Callable[[str], None]) -> None:
         """report: called with the phase and its progress, e.g. "Computing profile costs 3/15"."""
@@ -39,17 +39,17 @@ class BuildMonitor:
         depth = self._phases[parent].depth + 1 if parent in self._phases else 0
         self._phases[phase] = _Phase(depth, num_steps)
         if depth <= MAX_DEPTH:
-            self._tell(phase)
+            self._report_line(phase)
 
     def step(self, phase: str, step: int) -> bool:
-        """Whether to go on."""
+        """Returns whether to continue."""
         depth, num_steps = self._phases[phase]
         if depth <= MAX_DEPTH and monotonic() - self._last_report_s >= MIN_INTERVAL_S:
-            self._tell(f"{phase} {step + 1}/{num_steps}")
+            self._report_line(f"{phase} {step + 1}/{num_steps}")
         return self._error is None
 
     def run(self, build: Callable[[], Result]) -> Result:
-        """The result of `build`. An interrupt or an error of `report` stops TensorRT first and is raised then."""
+        """Returns the result of `build`. An interrupt or an error of `report` stops TensorRT, and is then raised."""
         with ThreadPoolExecutor(1) as executor:
             future = executor.submit(build)
             try:
@@ -61,7 +61,7 @@ class BuildMonitor:
             raise self._error
         return future.result()
 
-    def _tell(self, text: str) -> None:
+    def _report_line(self, text: str) -> None:
         self._last_report_s = monotonic()
         if self._error is None:
             try:
@@ -75,7 +75,7 @@ class BuildMonitor:
 
 
 def _make_monitor(module: Any, owner: BuildMonitor) -> Any:
-    """An IProgressMonitor of this module: the base class is known only once it is imported."""
+    """Makes an IProgressMonitor of this module. Its base class exists only once the module is imported."""
 
     class Monitor(module.IProgressMonitor):
         def __init__(self) -> None:
@@ -88,6 +88,6 @@ def _make_monitor(module: Any, owner: BuildMonitor) -> Any:
             return owner.step(phase_name, step)
 
         def phase_finish(self, phase_name: str) -> None:
-            """The next start tells more."""
+            """Reports nothing: the next start does."""
 
     return Monitor()

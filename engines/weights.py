@@ -1,7 +1,7 @@
-"""The weights of a decoder by the names of its graph, read from a checkpoint one at a time, when asked for.
+"""The weights of a decoder under the names of its graph, read from a checkpoint one at a time, when accessed.
 
-Where each comes from is a table made from the dimensions alone, so that a checkpoint is checked as a whole
-before anything is built. Matrices multiply rows from the right: [in, out].
+A table made from the spec gives the sources of each weight, so that a whole checkpoint is checked before anything is
+built. Matrices multiply rows from the right: [in, out].
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.engines.checkpoint import Checkpoint, CheckpointError
 
 Shape = tuple[int, ...]
-IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers that old checkpoints carry; computed, not learned
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers of old checkpoints, which are computed, not learned
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSource:
-    """Tensors of the checkpoint that make one weight: joined along an axis, then cut or transposed."""
+    """The tensors of a checkpoint that make one weight: joined along an axis, then cut or transposed."""
 
     parts: tuple[tuple[str, Shape], ...]
     axis: int = 0
-    num_rows: int | None = None  # the first rows alone, of a padded vocabulary
+    num_rows: int | None = None  # rows to keep of a padded vocabulary; None: all
     is_transposed: bool = False
 
     @property
@@ -37,10 +37,10 @@ class WeightSource:
 
 
 class ModelWeights(Mapping[str, np.ndarray]):
-    """Graph name -> array, read-only, in the checkpoint's own dtype.
+    """A read-only mapping from graph names to arrays, in the checkpoint's dtype.
 
-    Nothing is kept: an array is read anew at every access. Names in order: embedding, layers.0.input_norm, ...,
-    norm, lm_head (absent where it is the embedding).
+    Nothing is cached: each access reads the array again. Names in order: embedding, layers.0.input_norm, ...,
+    norm, lm_head (absent if it is the embedding).
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
     ) -> None:
         """on_read: called with the name of each weight before it is read. joins_experts: see weight_sources.
 
-        sources: of a model that is no whole decoder; others: tensors of its checkpoint that are no weights.
+        sources: for a model that is not a whole decoder. others: tensors of its checkpoint that are not weights.
         Raises CheckpointError for the first tensor that is missing, misshapen, unreadable or unexpected.
         """
         self.origin = checkpoint.origin
@@ -65,7 +65,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         self.checkpoint_dtype = _check_tensors(checkpoint, self.sources, others)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        """Raises CheckpointError where a number is not finite."""
+        """Reads a weight. Raises CheckpointError if a number is not finite."""
         array = self._joined(name, self._checkpoint.read)
         return array.T if self.sources[name].is_transposed else array
 
@@ -79,15 +79,15 @@ class ModelWeights(Mapping[str, np.ndarray]):
         return self.sources[name].shape
 
     def stored_types(self, name: str) -> frozenset[str]:
-        """See faser_backend.engines.checkpoint.Checkpoint.stored_type; several where parts of the weight differ."""
+        """Returns the types in which the parts of a weight are stored, see Checkpoint.stored_type."""
         return frozenset(self._checkpoint.stored_type(part) for part, _ in self.sources[name].parts)
 
     def read_blocks(self, name: str) -> np.ndarray:
-        """A matrix that is quantised in one way, as it is stored: bytes of blocks [num_outputs, row_bytes]."""
+        """Reads a matrix of one quantised type as it is stored: bytes of blocks [num_outputs, row_bytes]."""
         return self._joined(name, self._checkpoint.read_stored)
 
     def with_separate_qkv(self) -> ModelWeights:
-        """The same weights: qkv as q, k and v, and its bias likewise."""
+        """Returns the same weights, with q, k and v in place of qkv, also of its bias."""
         sources: dict[str, WeightSource] = {}
         for name, source in self.sources.items():
             layer, _, part = name.rpartition(".")
@@ -101,7 +101,7 @@ class ModelWeights(Mapping[str, np.ndarray]):
         return weights
 
     def _joined(self, name: str, read: Callable[[str], np.ndarray]) -> np.ndarray:
-        """The parts of a weight as `read` has them, put together; rows of a matrix are its outputs."""
+        """Joins the parts of a weight, read by `read`. Rows of a matrix are its outputs."""
         source = self.sources[name]
         if self._on_read is not None:
             self._on_read(name)
@@ -111,9 +111,9 @@ class ModelWeights(Mapping[str, np.ndarray]):
 
 
 def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str, WeightSource]:
-    """Tensors that every weight of a decoder is made of.
+    """Returns the sources of every weight of a decoder.
 
-    joins_experts: a layer's experts lie side by side in one matrix, for runtimes that compute all of them at once.
+    joins_experts: the experts of a layer form one matrix, for runtimes that compute all of them at once.
     """
     padded = (spec.padded_vocab_size or spec.vocab_size, spec.hidden_size)
     sources = {"embedding": WeightSource((("model.embed_tokens.weight", padded),), num_rows=spec.vocab_size)}
@@ -171,7 +171,7 @@ def _expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
 
 
 def _joined_expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
-    """gate and up [hidden_size, E * intermediate_size], down [E * intermediate_size, hidden_size]."""
+    """Returns gate and up [hidden_size, E * intermediate_size], down [E * intermediate_size, hidden_size]."""
     hidden, inner = spec.hidden_size, spec.intermediate_size
     modules = [f"mlp.experts.{expert}" for expert in range(spec.num_experts)]
     gate, up = (_matrix(hidden, *((f"{module}.{name}_proj", inner) for module in modules)) for name in ("gate", "up"))
@@ -188,7 +188,7 @@ def _gated_mlp(prefix: str, module: str, hidden: int, inner: int) -> dict[str, W
 
 
 def _matrix(num_inputs: int, *modules: tuple[str, int]) -> WeightSource:
-    """The weights of linear modules (name, number of outputs) that share their input."""
+    """Returns the source of a matrix of linear modules (name, number of outputs) that share their input."""
     return WeightSource(tuple((f"{name}.weight", (out, num_inputs)) for name, out in modules), is_transposed=True)
 
 
@@ -197,18 +197,18 @@ def _vector(*modules: tuple[str, int], kind: str = "weight") -> WeightSource:
 
 
 def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource], others: Collection[str]) -> str:
-    """Checks names, shapes and dtypes, reading no number. Returns the dtype of the first tensor."""
+    """Checks names, shapes and dtypes without reading weights. Returns the dtype of the first tensor."""
     wanted = {part: shape for source in sources.values() for part, shape in source.parts}
     for name, shape in wanted.items():
         if name not in checkpoint.names:
-            raise CheckpointError(f"{checkpoint.origin}: tensor {name} is missing from the checkpoint")
+            raise CheckpointError(f"{checkpoint.origin}: tensor {name} is missing")
         if checkpoint.shape(name) != shape:
             raise CheckpointError(
                 f"{checkpoint.origin}: {name} has shape {list(checkpoint.shape(name))}, its config wants {list(shape)}"
             )
         checkpoint.dtype(name)
     for name in checkpoint.names:
-        # transformers ties the head whatever the file holds
+        # transformers ties the head even if the file has one
         is_known = name in wanted or name in others or name == "lm_head.weight"
         if not is_known and not name.endswith(IGNORED_SUFFIXES):
             raise CheckpointError(

@@ -282,10 +282,7 @@ def write_safetensors(path: Path, tensors: Sequence[NewTensor], alignment: int =
 
 
 def weight_segments(spec: ModelSpec, file: FileSpec, cuts: tuple[int, ...], dtype: str) -> tuple[SegmentSpec, ...]:
-    """Returns the segments that end at layers `cuts`.
-
-    A segment with layers whose inputs a head reads gets the pool that keeps them.
-    """
+    """Returns the segments that end at layers `cuts`. Those with feature layers get the pool of their inputs."""
     segments = []
     for first, last in pairwise((0, *cuts)):
         inputs, outputs = _segment_tensors(spec, first, last, FLOAT_TYPES[dtype])
@@ -296,10 +293,7 @@ def weight_segments(spec: ModelSpec, file: FileSpec, cuts: tuple[int, ...], dtyp
 
 
 def _head_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: str) -> tuple[SegmentSpec, ...]:
-    """Returns a head's two segments: one joins the target's hidden states, one is the layer.
-
-    The layer takes a joined row, or its own output.
-    """
+    """Returns a head's two segments: one joins the target's hidden states, one is the layer."""
     joined, hidden, made = (
         TensorSpec(tensor, dtype, (rows, spec.hidden_size))
         for tensor, rows in (("hidden_out", "T"), ("hidden", "T"), ("hidden_out", "R"))

@@ -1,7 +1,7 @@
-"""Files that others wrote, read whole: regular ones alone, and never more of one than its kind may hold.
+"""Reads whole files that users give: only regular files, up to a size limit.
 
-A pipe or a device behind a name could block its reader for ever or feed it without end; JSON that is nested deeply
-would leave as a RecursionError. Each becomes one FileError. Knows nothing of what files mean.
+A pipe or a device could block the reader for ever or never end, and deeply nested JSON would raise RecursionError. All
+such cases become a FileError.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from faser_backend.core.errors import FaserError
 
 MAX_JSON_BYTES = 256 << 20  # the largest tokenizers of public models take some 40 MB
-MAX_NAME_BYTES = 255  # of a file, as file systems have it
+MAX_NAME_BYTES = 255  # the limit of common file systems
 
 
 class FileError(FaserError):
-    """A file that cannot be read. `reason` is what the message says behind the path."""
+    """An error for a file that cannot be read. The message is the path, then `reason`."""
 
     def __init__(self, path: Path, reason: str, *, is_missing: bool = False) -> None:
         super().__init__(f"{shown(path)}: {reason}")
@@ -30,15 +30,15 @@ class FileError(FaserError):
 
 
 def shown(path: Path | str) -> str:
-    """A path as messages have it: its end alone where it is longer than paths are."""
+    """Returns a path for messages, shortened to its end if it is very long."""
     text = str(path).encode(errors="replace").decode()
     return text if len(text) <= 300 else f"...{text[-100:]}"
 
 
 def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """The content of a regular file, or of one that a link leads to. Raises FileError."""
+    """Returns the content of a regular file, or of a link to one. Raises FileError."""
     try:
-        # Opening a pipe would wait for whoever writes into it.
+        # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             _check(path, os.fstat(descriptor), max_bytes)
@@ -47,13 +47,13 @@ def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
         raise FileError(path, "missing", is_missing=True) from None
     except (OSError, ValueError) as error:  # ValueError: a name with a null character
         raise FileError(path, f"not readable ({getattr(error, 'strerror', None) or error})") from None
-    if len(content) > max_bytes:  # it grew, or its file system names no size
+    if len(content) > max_bytes:  # the file grew, or its file system reports no size
         raise FileError(path, f"must be at most {max_bytes} bytes")
     return content
 
 
 def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """The same as UTF-8 text. Raises FileError."""
+    """Returns a file's content as UTF-8 text. Raises FileError."""
     try:
         return read_bytes(path, max_bytes).decode()
     except UnicodeDecodeError as error:
@@ -61,7 +61,7 @@ def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The value in a JSON file. Raises FileError."""
+    """Returns the value in a JSON file. Raises FileError."""
     text = read_text(path, max_bytes)
     try:
         return json.loads(text)
@@ -72,7 +72,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def check_regular(path: Path) -> None:
-    """For files that a library opens by itself. Raises FileError for one that is missing or none to be read."""
+    """Checks a file that a library will open. Raises FileError if it is missing or not a regular file."""
     try:
         _check(path, path.stat(), None)
     except FileNotFoundError:
@@ -82,14 +82,14 @@ def check_regular(path: Path) -> None:
 
 
 def check_room(directory: Path, num_bytes: int, what: str) -> None:
-    """Raises FileError where `directory`, which need not exist yet, cannot take `num_bytes` more for `what`."""
+    """Raises FileError if `directory`, which need not exist yet, has no room for `num_bytes` of `what`."""
     place = directory.absolute()
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     if not place.is_dir():
         raise FileError(place, os.strerror(errno.EEXIST))
     is_writable = os.access(place, os.W_OK | os.X_OK) and not os.statvfs(place).f_flag & os.ST_RDONLY
-    if not is_writable or os.statvfs(place).f_files == 0 == os.statvfs(place).f_blocks:  # the last: /proc and its like
+    if not is_writable or os.statvfs(place).f_files == 0 == os.statvfs(place).f_blocks:  # the last: /proc etc.
         raise FileError(directory, f"{shown(place)} cannot be written to")
     free = shutil.disk_usage(place).free
     if free < num_bytes:

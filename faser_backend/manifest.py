@@ -1,31 +1,30 @@
 """`manifest.json`: the only contract between building engines and serving them.
 
-Plain frozen values, written once by `faser_backend.engines.build` and verified file by file when a server loads
-them. Knows the formats of the directory, nothing of graphs, runtimes or text.
+`faser_backend.engines.build` writes it once. A server verifies it file by file when it loads a directory.
 
 Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = block table columns,
-R = logit rows, K = exit candidates). Integers are int64 unless it says otherwise.
+R = logit rows, K = exit candidates). Integers are int64 unless noted.
 
-Runtime "tensorrt_rtx", where no op of ours can be compiled and nothing is written in place:
+Runtime "tensorrt_rtx", which supports no custom ops and writes nothing in place:
   in   token_ids or hidden; positions; pad_idx [B, Q], the row of each padded entry (padding repeats a valid
        row); unpad_idx [T], flat index into B * Q; block_table [B, MB]; columns [MB * kv_block_size] = 0, 1, 2, ...;
-       context_lens [B], how many tokens the pool held before this call; logit_rows; exit_candidates; k_pool.i,
+       context_lens [B], the tokens in the pool before this call; logit_rows; exit_candidates; k_pool.i,
        v_pool.i [Hkv, num_blocks, kv_block_size, head_dim] for each layer i
   out  hidden_out, logits, exit_scores; k_new.i, v_new.i [T, Hkv, head_dim], which the runner writes to the pool
-Runtimes "tensorrt", "torch" and "llvm", whose attention is a kernel of ours and writes the pool itself:
-  in   token_ids or hidden; positions; slot_mapping [T] int32, flat slot of each new key and value (block *
-       kv_block_size + offset), -1 for a row that writes nothing; cu_rows [B + 1] int32; context_lens [B] int32;
+Runtimes "tensorrt", "torch" and "llvm", whose attention is the project's kernel, which writes the pool:
+  in   token_ids or hidden; positions; slot_mapping [T] int32, position of each new key and value (block *
+       kv_block_size + offset), -1 for a row that is not written; cu_rows [B + 1] int32; context_lens [B] int32;
        block_table [B, MB] int32; logit_rows (last segment); exit_candidates; k_pool.i, v_pool.i
   out  hidden_out, logits, exit_scores; "tensorrt" also k_pool_out.i, v_pool_out.i, aliases of the inputs
-A target whose draft is a head: out aux_hidden.i [T, hidden_size], the input of layer i, for each of its feature_layers.
-Draft heads have two segments. The first, of no layers, joins what lies at the rows' positions: in aux_hidden.i; out
-hidden_out [T, hidden_size]. The second is the layer: in token_ids and hidden beside what its runtime has above; out
-logits, hidden_out [R, hidden_size], of the logit rows alone.
-Runtimes "torch" and "llvm" have in the place of all aux_hidden.i the pool that keeps them, features [num_blocks,
-kv_block_size, number of feature_layers, hidden_size], by slot_mapping. They compile nothing ahead: all segments of a
-model name its one weight file, safetensors; of "llvm" with matrices in the layout of its kernels.
-Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32; in the pool of runtime
-"llvm" keys and values have its kv_cache_dtype.
+The target of a head also has out aux_hidden.i [T, hidden_size], the input of layer i, for each of its feature_layers.
+Heads have two segments. The first, without layers, joins hidden states at the rows' positions: in aux_hidden.i; out
+hidden_out [T, hidden_size]. The second is the layer: in token_ids, hidden, and its runtime's inputs above; out logits,
+hidden_out [R, hidden_size], of the logit rows only.
+Runtimes "torch" and "llvm" replace all aux_hidden.i by the pool that keeps them, features [num_blocks,
+kv_block_size, number of feature_layers, hidden_size], by slot_mapping. They compile nothing ahead of time: all
+segments of a model name its one safetensors file. For "llvm", matrices are in the layout of its kernels.
+Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32. In runtime "llvm", the
+pool's keys and values have the kv_cache_dtype.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ FORMAT_VERSION = 5
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = ("fp32", "fp16", "bf16")
-CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # of a CPU; elsewhere keys and values have the engine's dtype
+CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # on a CPU; on a GPU, keys and values have the engine's dtype
 
 
 @dataclass(frozen=True, slots=True)
 class FileSpec:
-    """A file of the engine directory, by plain name."""
+    """A file of the engine directory."""
 
     name: str
     sha256: str
@@ -66,7 +65,7 @@ class FileSpec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One input or output of a segment; a dimension is a number or the name of a dynamic one."""
+    """An input or output of a segment. A dimension is a number, or the name of a dynamic dimension."""
 
     name: str
     dtype: str
@@ -75,12 +74,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class BucketSpec:
-    """Calls that one optimisation profile of an engine was tuned for: a bucket's index is its profile's."""
+    """The calls that an optimisation profile of an engine is tuned for. A bucket's index is its profile's."""
 
     name: str
-    # least, usual and most of each dynamic dimension; unhashed, since models are keys of what was loaded for them
+    # least, usual and largest value of each dynamic dimension; not hashed, as models are keys of dictionaries
     ranges: dict[str, tuple[int, int, int]] = field(hash=False)
-    split: str = ""  # the SM split that the profile belongs to, e.g. "16/116"; "" where any share may run it
+    split: str = ""  # the SM split of the profile, e.g. "16/116"; "" for any share
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ class SegmentSpec:
     last_layer: int
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    buckets: tuple[BucketSpec, ...] = ()  # empty where the runtime takes calls of any shape
+    buckets: tuple[BucketSpec, ...] = ()  # empty if the runtime accepts calls of any shape
 
     @property
     def has_exit_scores(self) -> bool:
@@ -101,30 +100,30 @@ class SegmentSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelEngine:
-    """A compiled model: its segments in order, and the one weight file that they share."""
+    """A built model: its segments in order, and the weight file that they share."""
 
     spec: ModelSpec
-    weights: FileSpec | None  # None where each segment's file holds its own
+    weights: FileSpec | None  # None if each segment's file holds its own
     segments: tuple[SegmentSpec, ...]
     weight_format: WeightFormat = FLOAT32_WEIGHTS
 
     @property
     def files(self) -> tuple[FileSpec, ...]:
-        """Each file once: segments may share one."""
+        """The files, each once, as segments may share one."""
         shared = () if self.weights is None else (self.weights,)
         return tuple(dict.fromkeys((*shared, *(segment.file for segment in self.segments))))
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes that weights take when they are loaded, about."""
+        """About how many bytes the loaded weights take."""
         return sum(file.num_bytes for file in self.files)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineManifest:
-    """Everything that a server needs to know of an engine directory."""
+    """The description of an engine directory, for a server."""
 
-    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (no field: how `load` reads a file)
+    __pydantic_config__ = {"extra": "forbid"}  # noqa: RUF012 (not a field, but an option of `load`)
 
     runtime: str
     dtype: str
@@ -132,20 +131,20 @@ class EngineManifest:
     kv_cache_dtype: str  # of keys and values in the pool
     exit_layers: tuple[int, ...]
     target: ModelEngine
-    draft: ModelEngine | None  # None: built to draft by n-grams of the text so far
+    draft: ModelEngine | None  # None: drafting by n-grams
     vocab_hash: str
     end_ids: tuple[int, ...]
     tokenizer: FileSpec
-    tokenizer_config: FileSpec  # what AutoTokenizer of clients reads
+    tokenizer_config: FileSpec  # for AutoTokenizer in clients
     prompts: FileSpec  # chat template and special tokens
     builder_version: str
     format_version: int = FORMAT_VERSION
-    compiler: str = ""  # name and version, where segments are compiled ahead of time
-    compute_capabilities: tuple[str, ...] = ()  # what they were compiled for, e.g. "8.9"; empty: the compiler's choice
+    compiler: str = ""  # name and version, if segments are compiled ahead of time
+    compute_capabilities: tuple[str, ...] = ()  # compiled for, e.g. "8.9"; empty: the default
 
     @property
     def models(self) -> dict[str, ModelEngine]:
-        """The target, and the draft where there is one, by name."""
+        """The target, and the draft if there is one, by name."""
         return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
     @property
@@ -158,7 +157,7 @@ class EngineManifest:
         return RUNTIMES[self.runtime]
 
     def save(self, directory: Path) -> None:
-        """Writes manifest.json; the rename makes it appear whole or not at all."""
+        """Writes manifest.json atomically."""
         partial = directory / (MANIFEST_FILE + ".partial")
         partial.write_text(json.dumps(asdict(self), indent=1) + "\n")
         os.replace(partial, directory / MANIFEST_FILE)
@@ -166,11 +165,11 @@ class EngineManifest:
     @classmethod
     def load(cls, directory: Path) -> EngineManifest:
         """Reads and verifies a directory. Raises ManifestError naming the file and the reason."""
-        from pydantic import TypeAdapter, ValidationError  # not above: commands that only print their help do without
+        from pydantic import TypeAdapter, ValidationError  # slow to import; help texts do not need it
 
         path, fields = Path(directory) / MANIFEST_FILE, read_manifest_fields(directory)
         try:
-            manifest = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)  # lists are tuples in JSON alone
+            manifest = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)  # JSON: no lists as tuples else
             for model in manifest.models.values():
                 check_spec(model.spec)
         except ValidationError as error:
@@ -185,8 +184,8 @@ class EngineManifest:
         tokenizer = path.parent / manifest.tokenizer.name
         tokenizer_hash = vocab_hash(read_vocabulary(tokenizer))
         if tokenizer_hash != manifest.vocab_hash:
-            engines_hash = manifest.vocab_hash[:12]
-            raise ManifestError(f"{tokenizer}: vocabulary {tokenizer_hash[:12]} is not the engines', {engines_hash}")
+            wanted = manifest.vocab_hash[:12]
+            raise ManifestError(f"{tokenizer}: vocabulary {tokenizer_hash[:12]} is not the engines' {wanted}")
         return manifest
 
     def _check_fields(self, path: Path) -> None:
@@ -214,7 +213,7 @@ class EngineManifest:
 
 
 def read_manifest_fields(directory: Path) -> dict[str, Any]:
-    """The fields of manifest.json, with nothing verified but the version. Raises ManifestError naming the file."""
+    """Returns the fields of manifest.json, checking only the version. Raises ManifestError naming the file."""
     path = Path(directory) / MANIFEST_FILE
     try:
         fields = read_json(path, MAX_MANIFEST_BYTES)
@@ -223,13 +222,13 @@ def read_manifest_fields(directory: Path) -> dict[str, Any]:
     version = fields.get("format_version") if isinstance(fields, dict) else None
     if version != FORMAT_VERSION:
         raise ManifestError(
-            f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build anew"
+            f"{path}: format_version = {version!r:.80}: this version reads {FORMAT_VERSION}; build again"
         )
     return fields
 
 
 def _not_an_engine(directory: Path) -> str:
-    """Says what a place without a manifest is, and which command makes engines of it; "" where it has a manifest."""
+    """Returns what a path without a manifest is and which command builds it; "" if it has a manifest."""
     place, build = shown(directory), "faser build --target"
     is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
     if is_model or directory.suffix == ".gguf" or any(directory.glob("*.gguf")):
@@ -261,7 +260,7 @@ def _check_buckets(path: Path, segment: SegmentSpec) -> None:
             if not 0 <= least <= usual <= most:
                 raise ManifestError(
                     f"{path}: bucket {bucket.name} of {segment.file.name}: {dimension} = {least}, {usual}, {most}: "
-                    f"must rise from at least 0"
+                    "must be at least 0 and ascending"
                 )
 
 

@@ -1,6 +1,6 @@
-"""Where what comes with the project lies: in a checkout at its root, in an installed wheel inside the package.
+"""Paths of the project's data files: in a checkout at its root, in an installed wheel inside the package.
 
-`setup.py` copies the folders of FOLDERS into the wheel. Knows nothing of what is in them.
+`setup.py` copies the folders of FOLDERS into the wheel.
 """
 
 from __future__ import annotations

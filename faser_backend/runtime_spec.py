@@ -1,6 +1,6 @@
-"""One row per runtime: what it stores, computes and needs. Others ask a row for what it can do, not for its name.
+"""The table of runtimes: what each stores, supports and needs. Code asks for a property, not for a runtime's name.
 
-Knows nothing of devices or checkpoints; the manifest names a runtime, and building and serving look it up here.
+The manifest names a runtime; building and serving look it up here.
 """
 
 from __future__ import annotations
@@ -13,26 +13,36 @@ Flavour = Literal["rtx", "full"]
 
 @dataclass(frozen=True, slots=True)
 class RuntimeSpec:
-    """Contents of a runtime's engine directories, and what it takes to run them."""
+    """The contents of a runtime's engine directories, and the requirements to run them."""
 
     name: str
-    dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")  # that engines can be built in
+    dtypes: tuple[str, ...] = ("fp32", "fp16", "bf16")  # of engines, the default first
     is_cpu: bool = False
-    extra: str = ""  # of faser-backend, that installs what the runtime imports
-    tensorrt: Flavour | None = None  # by which engines are compiled
-    is_weights_only: bool = False  # engines are weights: kernels of ours run the layers
-    is_gathered: bool = False  # attention is the graph's own: all sequences are padded to the block table's columns
+    extra: str = ""  # the extra of faser-backend that the runtime needs
+    tensorrt: Flavour | None = None  # the compiler of its engines
     has_experts: bool = True
-    has_trees: bool = False  # rows that see their ancestors alone
+
+    @property
+    def is_weights_only(self) -> bool:
+        return self.tensorrt is None
+
+    @property
+    def is_gathered(self) -> bool:
+        """True if attention is part of the graph, which pads all sequences to the block table's columns."""
+        return self.tensorrt == "rtx"
+
+    @property
+    def has_trees(self) -> bool:
+        return self.is_cpu
 
 
 RUNTIMES = {
     spec.name: spec
     for spec in (
-        RuntimeSpec("llvm", ("fp32",), is_cpu=True, is_weights_only=True, has_trees=True),
-        RuntimeSpec("tensorrt_rtx", extra="torch", tensorrt="rtx", is_gathered=True),
+        RuntimeSpec("llvm", ("fp32",), is_cpu=True),
+        RuntimeSpec("tensorrt_rtx", extra="torch", tensorrt="rtx"),
         RuntimeSpec("tensorrt", extra="tensorrt", tensorrt="full"),
-        RuntimeSpec("torch", extra="torch", is_weights_only=True, has_experts=False),
+        RuntimeSpec("torch", extra="torch", has_experts=False),
     )
 }
-DEFAULT_RUNTIME = "llvm"  # of `faser build`, and of the demo pair
+DEFAULT_RUNTIME = "llvm"  # for `faser build` and the demo pair

@@ -1,6 +1,6 @@
-"""The version of all of the project, which pyproject.toml reads from here.
+"""The version of the project; pyproject.toml reads it from here.
 
-Code asks here and not the installed metadata: a checkout on the path says what it is, installed or not.
+Code uses it instead of the installed metadata, so that a checkout reports its own version.
 """
 
 VERSION = "0.2.0"

@@ -1,4 +1,4 @@
-"""Vocabularies of tokenizer files: read, and named by a hash so that two can be compared."""
+"""Reads the vocabulary of a tokenizer file, and computes a hash to compare vocabularies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from faser_backend.files import FileError, read_json
 
 
 def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
-    """Token -> id of a Hugging Face tokenizer.json, added tokens included."""
+    """Returns ids by token of a Hugging Face tokenizer.json, with added tokens. Raises ManifestError."""
     try:
         content = read_json(tokenizer_file)
         model_vocab = content["model"]["vocab"]
@@ -28,6 +28,6 @@ def read_vocabulary(tokenizer_file: Path) -> dict[str, int]:
 
 
 def vocab_hash(vocabulary: dict[str, int]) -> str:
-    """sha256 over (id, token) in order of id: equal exactly where every id means the same token."""
+    """Returns the sha256 over (id, token) in order of id: equal if and only if all ids mean the same tokens."""
     ordered = sorted((token_id, token) for token, token_id in vocabulary.items())
     return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()

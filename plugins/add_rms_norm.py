@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """A residual addition and the RMS norm behind it, in one pass over each row.
 
-Between two matrix products a decoder layer reads its hidden states for little else. Knows no layers.
+Between two matrix products, a decoder layer reads its hidden states for little else.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ def add_rms_norm_kernel(
     """Grid: (T,)."""
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < hidden_size
-    cells = tl.program_id(0).to(tl.int64) * hidden_size + dims
-    values = tl.load(hidden + cells, mask=is_dim, other=0.0).to(tl.float32)
+    indices = tl.program_id(0).to(tl.int64) * hidden_size + dims
+    values = tl.load(hidden + indices, mask=is_dim, other=0.0).to(tl.float32)
     if delta is not None:
-        values += tl.load(delta + cells, mask=is_dim, other=0.0).to(tl.float32)
+        values += tl.load(delta + indices, mask=is_dim, other=0.0).to(tl.float32)
         rounded = values.to(summed.dtype.element_ty)  # the norm is of what the next layers read
-        tl.store(summed + cells, rounded, mask=is_dim)
+        tl.store(summed + indices, rounded, mask=is_dim)
         values = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / hidden_size + eps)
     normed = values * scale * tl.load(weight + dims, mask=is_dim, other=0.0)
-    tl.store(out + cells, normed.to(out.dtype.element_ty), mask=is_dim)
+    tl.store(out + indices, normed.to(out.dtype.element_ty), mask=is_dim)
 
 
 def add_rms_norm(
@@ -50,16 +50,16 @@ def add_rms_norm(
     summed: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """summed = hidden + delta and out = RMS norm of summed; without delta, of hidden. Queued on the current stream.
+    """Computes summed = hidden + delta and out = RMS norm of summed; without delta, of hidden.
 
-    hidden, delta, summed and out [T, d] of one type, the results in memory of their own; weight [d] float32.
-    Raises ValueError where shapes or types do not fit together.
+    hidden, delta, summed, out: [T, d] of one type, not overlapping. weight: [d] float32. Queued on the current stream.
+    Raises ValueError if shapes or types do not match.
     """
     num_rows, hidden_size = hidden.shape
     if hidden_size > MAX_HIDDEN_SIZE:
         raise ValueError(f"hidden_size = {hidden_size}: must be at most {MAX_HIDDEN_SIZE}")
     if (delta is None) != (summed is None):
-        raise ValueError("delta and summed: both or neither must be given")
+        raise ValueError("delta and summed: give both or neither")
     check_tensor("hidden", hidden, (num_rows, hidden_size), *FLOAT_DTYPES)
     check_tensor("weight", weight, (hidden_size,), torch.float32)
     for name, tensor in (("delta", delta), ("summed", summed), ("out", out)):
@@ -75,5 +75,5 @@ def add_rms_norm(
 
 
 def num_warps(block_d: int) -> int:
-    """16 values per thread, from 1 warp to 16."""
+    """Returns the warps for 16 values per thread, in [1, 16]."""
     return max(1, min(16, block_d // 512))

@@ -1,18 +1,17 @@
-"""How the attention kernel is cut into programs: tile sizes, warps, stages, and parts of the context.
+"""How the attention kernel is divided into programs: tile sizes, warps, stages, and parts of the context.
 
-Plain tables, so that a tuning session has one place to edit; nothing is tuned at run time. Pure numbers:
-needs no torch and no compiler.
+The tables are the one place to tune; nothing is tuned at run time. This module needs no torch and no compiler.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-# Most shared memory of one program, in bytes, by compute capability.
+# The shared memory limit of one program, in bytes, by compute capability.
 SHARED_LIMITS = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 32
-MIN_TOKENS_PER_SPLIT = 256  # less, and reading the parts back costs more than the parallelism brings
+MIN_TOKENS_PER_SPLIT = 256  # with less, reading the parts back costs more than parallelism saves
 PROGRAMS_PER_SM = 2  # resident at once in decode and verification; see docs/kernels.md
 
 
@@ -28,7 +27,7 @@ ANY = 1 << 30
 
 
 class Tile(NamedTuple):
-    """One line of a table: for at most `num_pairs` (row, query head) pairs of a sequence and KV head."""
+    """A row of a table: the tile for at most `num_pairs` (row, query head) pairs of a sequence and KV head."""
 
     num_pairs: int
     block_m: int
@@ -55,14 +54,14 @@ FLOAT_TILES = (  # float32: exact products without tensor cores, so small tiles
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The next power of two; the kernel masks the rest."""
+    """Returns the next power of two, at least 16. The kernel masks the rest."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def launch_config(element_bytes: int, head_dim: int, group: int, max_rows: int, capability: int = 90) -> LaunchConfig:
-    """The launch of a call with at most `max_rows` rows of one sequence and `group` query heads per KV head.
+    """Returns the launch of a call with at most `max_rows` rows per sequence and `group` query heads per KV head.
 
-    Raises ValueError where no program can hold the group, or the head dimension is out of range.
+    Raises ValueError if no program can hold the group, or the head dimension is out of range.
     """
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"head_dim = {head_dim}: must be 1 to {MAX_HEAD_DIM}")
@@ -82,24 +81,24 @@ def launch_config(element_bytes: int, head_dim: int, group: int, max_rows: int, 
 
 
 def shared_bytes(block_m: int, block_n: int, num_stages: int, row_bytes: int) -> int:
-    """An upper bound of a program's shared memory: keys and values of each stage in flight, queries, weights."""
-    # A warp-group product (64 pairs and more) reads its tile late: one more is held.
+    """Returns an upper bound of a program's shared memory: keys and values of each stage, queries, weights."""
+    # A warp-group product (64 pairs and more) reads its tile late, so one more is held.
     num_buffers = num_stages if block_m >= 64 else num_stages - 1
     return 2 * num_buffers * block_n * row_bytes + block_m * row_bytes + 4 * block_m * block_n + 1024
 
 
 def shared_limit(capability: int) -> int:
-    """The limit of a capability, or of the next lower one that is listed."""
+    """Returns the limit of a capability, or of the next lower one in the table."""
     return SHARED_LIMITS[max((c for c in SHARED_LIMITS if c <= capability), default=min(SHARED_LIMITS))]
 
 
 def num_tiles(num_rows: int, num_sequences: int, tile_rows: int) -> int:
-    """Tiles that hold num_rows rows of num_sequences sequences, whichever rows are whose."""
+    """Returns an upper bound of the tiles for num_rows rows of num_sequences sequences."""
     return num_rows // tile_rows + num_sequences
 
 
 def choose_num_splits(num_sequences: int, num_kv_heads: int, max_context: int, num_sms: int, num_tiles: int = 1) -> int:
-    """Into how many parts to cut contexts of up to `max_context` tokens so that a call fills `num_sms`.
+    """Returns the number of parts for contexts of up to `max_context` tokens, so that a call fills `num_sms`.
 
     num_tiles: row tiles per sequence and KV head, 1 for decoding and verification.
     """

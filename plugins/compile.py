@@ -1,8 +1,7 @@
-"""Ahead-of-time compilation of Triton-language kernels: PTX, cubin and what the kernel uses of an SM.
+"""Ahead-of-time compilation of Triton-language kernels: PTX, cubin, registers and shared memory.
 
-No GPU is needed. The compiler ends every kernel's parameter list with two scratch pointers of its own
-launcher; kernels that use none (all of this package) are assembled without them, so that a launch of
-the result passes exactly `parameters`, in order. Knows nothing of what a kernel computes.
+No GPU is needed. The compiler adds two scratch pointers for its own launcher to the end of every parameter list. No
+kernel of this package uses them, so they are removed: a launch of the result passes exactly `parameters`, in order.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ NUM_SCRATCH_PARAMETERS = 2  # global and profile scratch
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel for one compute capability. Launch with num_warps * 32 threads and `shared_bytes` of dynamic
-    shared memory; above 48 KiB that has to be allowed for the function first."""
+    """A kernel for one compute capability.
+
+    Launch it with num_warps * 32 threads and `shared_bytes` of dynamic shared memory. Above 48 KiB, the function's
+    limit must be raised first.
+    """
 
     name: str
     parameters: tuple[tuple[str, str], ...]  # (name, type such as "*bf16" or "i32"), in launch order
@@ -37,7 +39,7 @@ class Compiled:
     num_warps: int
     capability: int
     num_registers: int  # per thread
-    spill_bytes: int  # per thread, stores and loads; 0 where everything stays in registers
+    spill_bytes: int  # per thread, stores and loads; 0 if registers suffice
 
 
 def compile_kernel(
@@ -49,11 +51,11 @@ def compile_kernel(
     num_warps: int = 4,
     num_stages: int = 3,
 ) -> Compiled:
-    """Compiles a `triton.jit` function, without TRITON_INTERPRET in the environment.
+    """Compiles a `triton.jit` function. TRITON_INTERPRET must not be set.
 
-    signature: type of every parameter that is passed at launch; "*bf16:16" or "i32:16" promises that an
+    signature: the type of every parameter that a launch passes; "*bf16:16" or "i32:16" promises that an
     address or a value is a multiple of 16, which 16-byte loads need. constants: all other parameters.
-    Raises ValueError where the two do not cover the parameters, or where the kernel needs scratch memory.
+    Raises ValueError if the two do not cover the parameters, or if the kernel needs scratch memory.
     """
     names = list(kernel.arg_names)
     if set(signature) & set(constants) or set(signature) | set(constants) != set(names):
@@ -76,7 +78,7 @@ def compile_kernel(
 
 
 def without_scratch_parameters(ptx: str, num_parameters: int) -> str:
-    """The same kernel with its first `num_parameters` parameters. Raises ValueError where the body reads another."""
+    """Removes all parameters after the first `num_parameters`. Raises ValueError if the body reads one of them."""
     entry = re.search(r"\.entry\s+(\w+)\s*\(([^)]*)\)", ptx)
     if entry is None:
         raise ValueError("no entry point in the PTX")
@@ -86,13 +88,13 @@ def without_scratch_parameters(ptx: str, num_parameters: int) -> str:
     dropped = [parameter.split()[-1] for parameter in parameters[num_parameters:]]
     used = [name for name in dropped if f"[{name}" in ptx]
     if used:
-        raise ValueError(f"{entry[1]}: reads {', '.join(used)}, which nobody would pass")
+        raise ValueError(f"{entry[1]}: reads {', '.join(used)}, which no launch would pass")
     kept = "\n\t" + ",\n\t".join(parameters[:num_parameters]) + "\n"
     return ptx[: entry.start(2)] + kept + ptx[entry.end(2) :]
 
 
 def assemble(ptx: str, capability: int) -> tuple[bytes, int, int]:
-    """(cubin, registers per thread, bytes spilled per thread) of PTX, by the assembler that comes with the compiler."""
+    """Assembles PTX with the compiler's ptxas -> (cubin, registers per thread, bytes spilled per thread)."""
     with tempfile.TemporaryDirectory() as folder:
         source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(ptx)

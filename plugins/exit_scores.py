@@ -1,8 +1,7 @@
 # ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
 """Scores of a few candidate tokens at an exit layer: rows of the head, not the whole head.
 
-A row's candidates are scored against its final-normed hidden state. Knows nothing of what is decided
-from them.
+A row's candidates are scored against its hidden state behind the final norm.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 from faser_backend.plugins import reference
 from faser_backend.plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
 
-BLOCK_C = 4  # candidates of a program: enough to share the hidden state, few enough to fill a GPU with programs
+BLOCK_C = 4  # candidates of a program: they share the hidden state, and leave enough programs to fill a GPU
 BLOCK_D = 1024
 NUM_WARPS = 4
 
@@ -47,10 +46,10 @@ def exit_scores_kernel(
 
 
 def exit_scores(hidden: torch.Tensor, head: torch.Tensor, candidates: torch.Tensor, out: torch.Tensor) -> None:
-    """out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32; queued on the current stream.
+    """Computes out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32; queued on the current stream.
 
-    hidden [T, d] and head [V, d] of any float type; candidates [T, C] int64, all below V, of padding rows too;
-    out [T, C] float32. Raises ValueError where shapes or types do not fit together.
+    hidden [T, d] and head [V, d] of any float type; candidates [T, C] int64, all below V, also in padding rows;
+    out [T, C] float32. Raises ValueError if shapes or types do not match.
     """
     num_rows, hidden_size = hidden.shape
     num_candidates = candidates.shape[1]

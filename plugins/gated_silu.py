@@ -1,7 +1,4 @@
-"""The gate of an MLP: silu of one half of the fused projection times the other half.
-
-Knows no layers.
-"""
+"""The gate of an MLP: silu of one half of the fused projection, times the other half."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ def gated_silu_kernel(
 
 
 def gated_silu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
-    """out [T, I] from gate_up [T, 2 * I], of one type; queued on the current stream.
+    """Computes out [T, I] from gate_up [T, 2 * I], of one type; queued on the current stream.
 
-    Raises ValueError where shapes or types do not fit together.
+    Raises ValueError if shapes or types do not match.
     """
     num_rows, size = out.shape
     check_tensor("gate_up", gate_up, (num_rows, 2 * size), *FLOAT_DTYPES)

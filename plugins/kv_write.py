@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Writes new keys and values into a paged pool, for engines whose attention does not write them itself.
 
-Knows nothing of sequences: every row has its slot, or -1 and goes nowhere.
+`slot_mapping` gives each row its KV position in the pool, or -1 for a row that is not written.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ def write_kv(
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
 ) -> None:
-    """Writes k_new and v_new [T, Hkv, hd] to their slots of the pools; queued on the current stream.
+    """Writes k_new and v_new [T, Hkv, hd] to the pools; queued on the current stream.
 
     slot_mapping [T] int32: block * kv_block_size + offset, or -1; no two rows share one. Pools [Hkv,
-    num_blocks, kv_block_size, hd]. Raises ValueError where shapes or types do not fit together.
+    num_blocks, kv_block_size, hd]. Raises ValueError if shapes or types do not match.
     """
     num_rows = slot_mapping.shape[0]
     num_kv_heads, num_blocks, kv_block_size, head_dim = k_pool.shape

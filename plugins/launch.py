@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
-"""Helpers of launchers: whether a kernel can run on a tensor, and checks of what they are given.
+"""Helpers of launchers: the choice between kernel and reference, and checks of arguments.
 
-Shapes and types are known to the host, so checking them waits for no device. Contents are not read.
+Only shapes and types are checked, which are known on the host, so no check waits for the device.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def runs_kernel(kernel: Any, tensor: torch.Tensor) -> bool:
-    """On a GPU, or anywhere when kernels were imported under TRITON_INTERPRET=1; else the reference runs."""
+    """Returns whether the kernel runs: on a GPU, or anywhere under TRITON_INTERPRET=1. Else the reference runs."""
     return tensor.is_cuda or not isinstance(kernel, triton.JITFunction)
 
 
 def on_grid(kernel: Any, *grid: int) -> Any:
-    """`kernel` over `grid` programs; called with the kernel's arguments, it queues them on the current stream."""
+    """Returns a launcher of `kernel` over `grid` programs, which queues a call on the current stream."""
     return kernel[grid]
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)
 
 
@@ -36,9 +36,9 @@ def check_tensor(
     *dtypes: torch.dtype,
     may_have_row_stride: bool = False,
 ) -> None:
-    """Raises ValueError where a tensor has not this shape, none of these types, or is not contiguous.
+    """Raises ValueError unless a tensor has this shape, one of these types, and is contiguous.
 
-    may_have_row_stride: rows may lie apart, as those of a slice of a wider product do.
+    may_have_row_stride: rows may have a larger stride, as in a slice of a wider product.
     """
     if tensor.shape != shape:
         raise ValueError(f"{name}: shape {list(tensor.shape)}, expected {list(shape)}")
@@ -49,7 +49,7 @@ def check_tensor(
 
 
 def compute_capability(tensor: torch.Tensor) -> int:
-    """Such as 90; of a tensor that is on no GPU, the one that tables are written for."""
+    """Returns the capability of a tensor's GPU, e.g. 90; without a GPU, the one that tables are written for."""
     if not tensor.is_cuda:
         return 90
     major, minor = torch.cuda.get_device_capability(tensor.device)
@@ -57,7 +57,7 @@ def compute_capability(tensor: torch.Tensor) -> int:
 
 
 def check_attention(q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out) -> None:
-    """Raises ValueError naming the first tensor whose shape, type or layout does not fit the others."""
+    """Raises ValueError naming the first tensor whose shape, type or layout does not match the others."""
     num_rows, num_heads, head_dim = q.shape
     num_kv_heads, num_sequences = k_pool.shape[0], context_lens.shape[0]
     if num_heads % num_kv_heads:

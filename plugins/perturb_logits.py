@@ -1,8 +1,8 @@
 # ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
-"""Logits divided by a temperature, with Gumbel noise added: one pass where torch's own operators take a dozen.
+"""Divides logits by a temperature and adds Gumbel noise, in one pass instead of a dozen torch operators.
 
 The noise of a row is the sum modulo 1 of two windows of one table of uniforms, at offsets hashed from the row's
-key and position; the device's noise module defines it and is this kernel's reference. Knows nothing of requests.
+key and position. The device's noise module defines it and is this kernel's reference.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ NUM_WARPS = 4
 
 @triton.jit
 def mixed(word):
-    """The finaliser of splitmix64; word is unsigned, so shifts bring in zeros and products wrap."""
+    """Applies the finaliser of splitmix64. word is unsigned, so shifts bring in zeros and products wrap."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
     word = (word ^ (word >> 27)) * 0x94D049BB133111EB
     return word ^ (word >> 31)
 
 
-# Rows of a packed block of parameters start at any multiple of 8 bytes: without this every new alignment of the four
-# would be compiled anew, for single numbers that gain nothing from it.
+# Rows of a packed block of parameters start at any multiple of 8 bytes. Without this, every new combination of
+# alignments would be compiled again, with no gain for single numbers.
 @triton.jit(do_not_specialize_on_alignment=["keys", "positions", "scale", "is_random"])
 def perturb_logits_kernel(
     logits,  # [R, vocab_size] float32
@@ -69,11 +69,11 @@ def perturb_logits(
     is_random: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """out[r] = logits[r] * scale[r] - is_random[r] * log_exponentials(keys[r], positions[r]); queued on the stream.
+    """Computes out[r] = logits[r] * scale[r] - is_random[r] * log_exponentials(keys[r], positions[r]).
 
     logits, out [R, V] float32, which may be the same tensor; table [2^log2_size + V] int32; keys, positions [R]
-    int64; scale, is_random [R] float32. Raises ValueError where shapes or types do not fit together. There is no
-    path for CPU tensors: who has some uses the definition.
+    int64; scale, is_random [R] float32. Raises ValueError if shapes or types do not match. CPU
+    tensors are not supported: use the definition. Queued on the current stream.
     """
     num_rows, vocab_size = logits.shape
     check_tensor("logits", logits, (num_rows, vocab_size), torch.float32)
@@ -99,5 +99,5 @@ def perturb_logits(
             LOG2_SIZE=log2_size,
             BLOCK_V=BLOCK_V,
             num_warps=NUM_WARPS,
-            enable_fp_fusion=False,  # a product that is rounded as on the host
+            enable_fp_fusion=False,  # rounds products as the host does
         )

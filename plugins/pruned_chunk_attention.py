@@ -3,9 +3,9 @@
 
 One program attends for up to BLOCK_M (row, query head) pairs of one sequence that share a KV head: first
 to the sequence's context in the pool, then to the rows of its own chunk, which it also writes to the pool.
-A pruned row is not there and costs nothing. A launch knows how many rows and sequences there may be; how long
-sequences are, which rows are whose and into how many parts a context is cut, programs read on the device. Knows
-nothing of who calls it; `reference` says the same in plain torch, `attention_config` how large the tiles are.
+Pruned rows are absent and cost nothing. A launch fixes the largest number of rows and sequences. Programs read the
+lengths of sequences, their rows and the number of parts of a context on the device. `reference` has the same
+computation in plain torch, `attention_config` the sizes of tiles.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ LOG2_E = math.log2(math.e)
 
 @triton.jit
 def find_sequence(cu_rows, num_sequences, tile, ROWS: tl.constexpr):
-    """The sequence that tile number `tile` belongs to, by halving.
+    """Finds the sequence that owns tile number `tile`, by binary search.
 
-    Sequence b owns the tiles from cu_rows[b] // ROWS + b on: as many as it needs or one more, whatever the others have.
+    Sequence b owns the tiles from cu_rows[b] // ROWS + b on: as many as it needs, or one more.
     """
     low = tl.full((), 0, tl.int32)
     high = low + num_sequences
@@ -51,10 +51,10 @@ def attend_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """One part of the context for the rows of `sequence` from tile_start on; table: the sequence's blocks.
+    """Attends to one part of the context for the rows of `sequence` from tile_start on; table: its blocks.
 
-    Parts are equally long, and of min_part_tokens at least: of a short context only the first ones have tokens, and
-    the others leave no more than a maximum of -inf. The last that has any attends to the chunk as well.
+    Parts have equal lengths of at least min_part_tokens. In a short context only the first parts have tokens, and the
+    others write only a maximum of -inf. The last part with tokens also attends to the chunk.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of a program
     first_row = tl.load(cu_rows + sequence)
@@ -91,8 +91,8 @@ def attend_tile(
             query, k_rows, v_rows, k_stride, v_stride, row, tile_end, row_max, row_sum, mixed, dims,
             HEAD_DIM, SCALE_LOG2, BLOCK_C,
         )  # fmt: skip
-        # A row has one tile and a KV head its own programs, so each slot has one writer. No program of this
-        # call reads a slot: they lie at or above context_lens, and contexts are read below it.
+        # A row has one tile and a KV head its own programs, so each position has one writer. No program of
+        # this call reads it: new positions are at or above context_lens, and contexts are read below it.
         owned = tile_start + tl.arange(0, BLOCK_M)
         slot = tl.load(slot_mapping + first_row + owned, mask=owned < tile_end, other=-1)
         slot = tl.where(slot < num_blocks * KV_BLOCK_SIZE, slot, -1)
@@ -185,12 +185,12 @@ def pruned_chunk_attention(
 ) -> None:
     """Queues the call on the current stream; writes `out` and the pools in place.
 
-    Rows from cu_rows[B] on belong to nobody: they are not read, not written, and their `out` is left.
-    max_rows: about how many rows a sequence has, for which tiles are chosen; any number gives the same results. With T,
-    B and num_splits all that a captured graph fixes. num_splits: into how many parts a context is cut at most;
-    min_part_tokens: the fewest tokens of a part. table_width: [1] int32, where block_table holds its rows without gaps,
-    each as wide as this says when the call runs. A slot lies at or above its sequence's context_lens, and no two rows
-    share one. Raises ValueError where shapes or types do not fit together.
+    Rows from cu_rows[B] on are padding: they are not read or written, and their `out` is unchanged.
+    max_rows: about how many rows a sequence has, to choose tiles; any number gives the same results. A captured graph
+    fixes it, T, B and num_splits. num_splits: the largest number of parts of a context. min_part_tokens: the fewest
+    tokens of a part. table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
+    Positions in slot_mapping are at or above their sequence's context_lens, and distinct.
+    Raises ValueError if shapes or types do not match.
     """
     tensors = (q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping)
     check_attention(*tensors, out)

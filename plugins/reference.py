@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (the arguments of a kernel, in its order)
-"""The computation of every kernel of this package in plain torch: readable, on any device, of any speed.
+"""References of all GPU kernels, in plain torch: readable, on any device, without regard to speed.
 
-Kernels are checked against these, and launchers run these where a tensor is not on a GPU.
+Kernels are tested against these. Launchers run them for tensors that are not on a GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 def pruned_chunk_attention(
     q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, table_width=None,
 ) -> None:  # fmt: skip
-    """Row r of a sequence attends to the sequence's context in the pool and to its chunk's rows up to r."""
+    """Lets row r of a sequence attend to its context in the pool, and to the rows of its chunk up to r."""
     if table_width is not None:  # rows of the table lie without gaps
         num_sequences, width = context_lens.shape[0], int(table_width)
         block_table = block_table.flatten()[: num_sequences * width].view(num_sequences, width)
@@ -36,7 +36,7 @@ def pruned_chunk_attention(
 
 
 def write_kv(k_new, v_new, slot_mapping, k_pool, v_pool) -> None:
-    """Keys and values [T, Hkv, hd] go to their slots of the pools; a row whose slot is -1 goes nowhere."""
+    """Writes keys and values [T, Hkv, hd] to their positions in the pools; a row with -1 is not written."""
     row = torch.nonzero(slot_mapping >= 0).flatten()
     slot = slot_mapping[row].long()
     block, offset = slot // k_pool.shape[2], slot % k_pool.shape[2]
@@ -45,25 +45,25 @@ def write_kv(k_new, v_new, slot_mapping, k_pool, v_pool) -> None:
 
 
 def exit_scores(hidden, head, candidates, out) -> None:
-    """out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32."""
+    """Computes out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32."""
     out.copy_(torch.einsum("td,tcd->tc", hidden.float(), head[candidates].float()))
 
 
 def compact_rows(hidden, kept, out) -> None:
-    """out[i] = hidden[kept[i]]."""
+    """Computes out[i] = hidden[kept[i]]."""
     torch.index_select(hidden, 0, kept, out=out)
 
 
-# Row kernels of a decoder layer: all arithmetic is float32, rounded once to the type of `out`.
+# Row kernels of a decoder layer. All arithmetic is float32, rounded once to the type of `out`.
 def add_rms_norm(hidden, delta, weight, eps, summed, out) -> None:
-    """summed = hidden + delta in hidden's type, where there is a delta; out = the RMS norm of that."""
+    """Computes summed = hidden + delta in hidden's type, if there is a delta; out = RMS norm of the sum."""
     if delta is not None:
         hidden = torch.add(hidden, delta, out=summed)
     out.copy_(functional.rms_norm(hidden.float(), weight.shape, weight, eps))
 
 
 def rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out) -> None:
-    """Queries and keys of qkv [T, H + 2 * Hkv, hd], normed per head where there are weights, turned by position."""
+    """Applies rotary embedding to queries and keys of qkv [T, H + 2 * Hkv, hd], behind norms if there are weights."""
     heads = qkv[:, : out.shape[1]].float()
     if q_norm is not None:
         weight = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(out.shape[1] - num_heads, -1)))
@@ -74,6 +74,6 @@ def rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out) 
 
 
 def gated_silu(gate_up, out) -> None:
-    """out [T, I] = silu of the first half of gate_up [T, 2 * I] times the second."""
+    """Computes out [T, I] = silu of the first half of gate_up [T, 2 * I] times the second."""
     gate, up = gate_up.float().chunk(2, dim=1)
     out.copy_(functional.silu(gate) * up)

@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Rotary embedding of queries and keys straight from the fused projection, with their norms where a model has them.
+"""Rotary embedding of queries and keys of the fused projection, behind their norms if a model has them.
 
-Dimension i of a head is turned together with i + head_dim / 2. Knows no layers; values are not touched.
+Dimension i of a head is rotated with i + head_dim / 2. Values are not touched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from faser_backend.plugins import reference
 from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
-NUM_WARPS = 1  # a program turns one head of one row
+NUM_WARPS = 1  # a program rotates one head of one row
 
 
 @triton.jit(do_not_specialize=["num_heads"])
@@ -66,10 +66,10 @@ def rotate_heads(
     k_norm: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> None:
-    """Queries and keys of qkv [T, H + 2 * Hkv, hd], normed if asked, turned, to out [T, H + Hkv, hd].
+    """Rotates queries and keys of qkv [T, H + 2 * Hkv, hd], behind norms if given, to out [T, H + Hkv, hd].
 
     positions [T] int64, all below max_context; cos and sin [max_context, hd / 2] float32; q_norm, k_norm [hd]
-    float32. Queued on the current stream. Raises ValueError where shapes or types do not fit together.
+    float32. Queued on the current stream. Raises ValueError if shapes or types do not match.
     """
     num_rows, num_all, head_dim = qkv.shape
     num_rotated, half = (num_heads + num_all) // 2, head_dim // 2
@@ -79,7 +79,7 @@ def rotate_heads(
         check_tensor(name, table, (cos.shape[0], half), torch.float32)
     check_tensor("out", out, (num_rows, num_rotated, head_dim), qkv.dtype)
     if (q_norm is None) != (k_norm is None):
-        raise ValueError("q_norm and k_norm: both or neither must be given")
+        raise ValueError("q_norm and k_norm: give both or neither")
     if q_norm is not None and k_norm is not None:
         check_tensor("q_norm", q_norm, (head_dim,), torch.float32)
         check_tensor("k_norm", k_norm, (head_dim,), torch.float32)

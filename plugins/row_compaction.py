@@ -1,7 +1,4 @@
-"""Gathers the rows that an exit kept, so that later segments work on them alone.
-
-A copy and nothing else: values pass unchanged. Knows nothing of why a row was kept.
-"""
+"""Gathers the rows that an early exit kept, so that later segments compute only these. Values are unchanged."""
 
 from __future__ import annotations
 
@@ -33,10 +30,10 @@ def compact_rows_kernel(
 
 
 def compact_rows(hidden: torch.Tensor, kept: torch.Tensor, out: torch.Tensor) -> None:
-    """out[i] = hidden[kept[i]]; queued on the current stream.
+    """Computes out[i] = hidden[kept[i]]; queued on the current stream.
 
     hidden [T, d]; kept [n] int64, all below T; out [n, d], which must not overlap hidden.
-    Raises ValueError where shapes or types do not fit together.
+    Raises ValueError if shapes or types do not match.
     """
     num_kept, hidden_size = kept.shape[0], hidden.shape[1]
     check_tensor("hidden", hidden, (hidden.shape[0], hidden_size), *FLOAT_DTYPES)

@@ -1,8 +1,8 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Joins what the parts of a split context found: the second half of attention over long contexts.
+"""Combines the parts of a split context: the second step of attention over long contexts.
 
-Each part left its unnormalised mix of values, its maximum and its sum. A part that had nothing to attend
-to left a maximum of -inf and no mix. Knows nothing of how parts were cut.
+Each part has an unnormalised sum of values, a maximum and a sum of weights. A part without tokens has a maximum of
+-inf and no sum of values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def combine_splits_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Grid: (T, H). Rows that belong to nobody are left."""
+    """Grid: (T, H). Padding rows are unchanged."""
     row = tl.program_id(0)
     if row >= tl.load(cu_rows + num_sequences):
         return
@@ -45,7 +45,7 @@ def combine_splits_kernel(
 
 
 def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows: torch.Tensor, out: torch.Tensor):
-    """out [T, H, hd] from mixed_parts [T, H, num_splits, hd] and stat_parts [T, H, num_splits, 2], both float32."""
+    """Computes out [T, H, hd] from float32 mixed_parts [T, H, num_splits, hd], stat_parts [T, H, num_splits, 2]."""
     num_rows, num_heads, num_splits, head_dim = mixed_parts.shape
     on_grid(combine_splits_kernel, num_rows, num_heads)(
         mixed_parts,
@@ -61,7 +61,7 @@ def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows:
 
 
 def empty_parts(q: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Room for mixed_parts and stat_parts of a call's queries q [T, H, hd]."""
+    """Allocates mixed_parts and stat_parts of a call with queries q [T, H, hd]."""
     num_rows, num_heads, head_dim = q.shape
     mixed = torch.empty(num_rows, num_heads, num_splits, head_dim, dtype=torch.float32, device=q.device)
     return mixed, mixed.new_empty(num_rows, num_heads, num_splits, 2)

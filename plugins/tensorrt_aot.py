@@ -1,8 +1,8 @@
-"""The attention kernels as quickly deployable TensorRT plugins: compiled now, baked into the engine.
+"""The attention kernels as quickly deployable TensorRT plugins, compiled ahead of time into the engine.
 
-An engine with these needs neither Python nor this package to run. TensorRT launches one kernel per plugin, so
-there are two, `faser::AttendSplits` and `faser::CombineSplits`. It reads names and types off the signatures of
-two functions each; those are made from the contract's names here, so that they are spelled once.
+Such an engine runs without Python and without this package. TensorRT launches one kernel per plugin, so there are two
+plugins, `faser::AttendSplits` and `faser::CombineSplits`. TensorRT reads names and types from the signatures of two
+functions per plugin. These signatures are made here from the contract's names.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from faser_backend.plugins.tensorrt_contract import (
 from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combine
 
 WARP_SIZE = 32
-# What a kernel may use without being allowed more; nothing says that TensorRT allows a plugin's kernel more.
+# The limit that needs no permission; TensorRT does not document that it raises it for a plugin's kernel.
 MAX_SHARED_BYTES = 48 * 1024
 
 
 @cache
 def register_aot_plugins(module_name: str = "tensorrt") -> None:
-    """Makes all ops known to the ONNX parser of a TensorRT that has_plugins. Repeated calls do nothing."""
-    import_module("numpy.typing")  # tensorrt.plugin looks it up and imports numpy alone
+    """Registers all ops with the ONNX parser of a TensorRT that has_plugins. Repeated calls do nothing."""
+    import_module("numpy.typing")  # tensorrt.plugin uses it and imports only numpy
     module, plugin = import_module(module_name), import_module(f"{module_name}.plugin")
     _register(
         plugin,
@@ -60,7 +60,7 @@ def register_aot_plugins(module_name: str = "tensorrt") -> None:
 
 
 def describe_attend(module: Any, plugin: Any, tensors: dict[str, Any], geometry: Geometry) -> tuple[Any, ...]:
-    """Outputs of the first op: parts of the result, and the pools themselves."""
+    """Describes the outputs of the first op: parts of the result, and the pools."""
     rows = part_rows(tensors["q"].shape_expr[0])
     mixed = plugin.from_shape_expr((rows, geometry.num_heads, geometry.head_dim), module.float32)
     stat = plugin.from_shape_expr((rows, geometry.num_heads, 2), module.float32)
@@ -68,7 +68,7 @@ def describe_attend(module: Any, plugin: Any, tensors: dict[str, Any], geometry:
 
 
 def implement_attend(plugin: Any, tensors: dict[str, Any], geometry: Geometry) -> tuple[Any, ...]:
-    """Name, PTX, grid and scalar arguments of the first kernel."""
+    """Returns name, PTX, grid and scalar arguments of the first kernel."""
     dtype = FLOAT_DTYPES[tensors["q"].dtype.name]
     compiled = compile_attend(geometry, dtype, MAX_SHARED_BYTES)
     num_rows, table = tensors["q"].shape_expr[0], tuple(tensors["block_table"].shape_expr)
@@ -79,7 +79,7 @@ def implement_attend(plugin: Any, tensors: dict[str, Any], geometry: Geometry) -
 
 
 def implement_combine(plugin: Any, tensors: dict[str, Any], geometry: Geometry) -> tuple[Any, ...]:
-    """Name, PTX, grid and scalar arguments of the second kernel."""
+    """Returns name, PTX, grid and scalar arguments of the second kernel."""
     dtype = FLOAT_DTYPES[tensors["q"].dtype.name]
     compiled = compile_combine(geometry, dtype)
     num_rows, table = tensors["q"].shape_expr[0], tuple(tensors["block_table"].shape_expr)
@@ -115,14 +115,14 @@ def _register(
 
 
 def _sign(function: Any, parameters: dict[str, Any], returns: Any) -> None:
-    """Gives a function the signature that TensorRT checks and takes types from."""
+    """Sets the signature that TensorRT checks and reads types from."""
     kind = Parameter.POSITIONAL_OR_KEYWORD
     named = [Parameter(name, kind, annotation=annotation) for name, annotation in parameters.items()]
     function.__signature__ = Signature(named, return_annotation=returns)
 
 
 def _symbolic_ops(plugin: Any) -> DimensionOps:
-    """Dimensions as expressions that TensorRT evaluates for the shapes of each call."""
+    """Returns operations on dimensions, as expressions that TensorRT evaluates for the shapes of each call."""
     return DimensionOps(plugin.ShapeExpr, plugin.min, plugin.max, plugin.cdiv)
 
 

@@ -1,8 +1,8 @@
-"""`faser::PrunedChunkAttention` as TensorRT sees it: tensors, types, attributes, grid and arguments.
+"""`faser::PrunedChunkAttention` for TensorRT: tensors, types, attributes, grid and arguments.
 
-Plain functions over numbers and names, so that all of it is tested without TensorRT. Dimensions may be whole
-numbers or a compiler's expressions; `DimensionOps` says how those are combined. A graph's op becomes two, one for each
-kernel that is baked into the engine, see docs/tensorrt-plugin.md.
+All functions take numbers and names, so that they are tested without TensorRT. Dimensions may be integers or a
+compiler's expressions; `DimensionOps` combines those. One op of a graph becomes two, one for each kernel that is
+compiled into the engine, see docs/tensorrt-plugin.md.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ COMBINE_INPUTS = ("mixed_parts", "stat_parts", "q", "block_table", "cu_rows")  #
 INDEX_INPUTS = ATTENTION_INPUTS[5:]  # int32
 FLOAT_DTYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}  # TensorRT's name: Triton-language's
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-# Parts of split contexts are kept for this many rows more than a call has: where few rows leave programs idle,
-# each row can have many parts, and where there are many rows nobody needs a second one.
+# Parts are allocated for this many rows more than a call has. With few rows, which leave programs idle, each row can
+# have many parts; with many rows, no row needs a second one.
 EXTRA_PART_ROWS = 512
 
 
 class DimensionOps(NamedTuple):
-    """How dimensions are combined; + * // are the operators of whatever they are."""
+    """Operations on dimensions beside + * //, which their type defines."""
 
     constant: Any  # int -> dimension
     smaller: Any  # (a, b) -> dimension
@@ -58,22 +58,22 @@ class DimensionOps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Attributes of the op, all whole numbers; they are the plugin's serialised fields, in this order."""
+    """The op's attributes, all integers: the plugin's serialised fields, in this order."""
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
     kv_block_size: int
-    max_rows: int  # most rows of one sequence, over all profiles: bounds the grid
-    tile_rows: int  # rows of one sequence that a program is cut for
-    num_sms: int  # that calls are to fill
-    capability: int  # of the GPU, e.g. 90
+    max_rows: int  # largest number of rows of one sequence, over all profiles; bounds the grid
+    tile_rows: int  # rows of one sequence per program
+    num_sms: int  # SMs that calls fill
+    capability: int  # compute capability of the GPU, e.g. 90
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{ATTENTION_OP}.{field.name} = {value!r}: must be a whole number of at least 1")
+                raise ValueError(f"{ATTENTION_OP}.{field.name} = {value!r}: must be an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{ATTENTION_OP}.num_heads = {self.num_heads}: must be a multiple of {self.num_kv_heads} KV heads"
@@ -81,7 +81,7 @@ class Geometry:
 
     @property
     def group(self) -> int:
-        """Query heads per KV head."""
+        """The number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     def as_fields(self) -> dict[str, int]:
@@ -89,7 +89,7 @@ class Geometry:
 
     @classmethod
     def from_fields(cls, values: Mapping[str, int]) -> Geometry:
-        """Raises ValueError naming the attributes that are missing or that nobody knows."""
+        """Makes the geometry from attributes. Raises ValueError naming those that are missing or unknown."""
         known = {field.name for field in fields(cls)}
         if wrong := sorted(known ^ set(values)):
             raise ValueError(f"{ATTENTION_OP}: attributes {', '.join(wrong)}: missing or unknown")
@@ -104,17 +104,17 @@ GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
 
 
 def part_rows(num_rows: Any) -> Any:
-    """P, the rows that parts are kept for. It rises with num_rows, so that memory for the largest call is enough."""
+    """Returns P, the rows that parts are allocated for. It rises with num_rows, so the largest call needs most."""
     return num_rows + EXTRA_PART_ROWS
 
 
 def num_splits(
     geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
 ) -> Any:
-    """Parts of each context: as plugins.attention_config.choose_num_splits says, as far as part_rows allow.
+    """Returns the number of parts of each context, as attention_config.choose_num_splits, limited by part_rows.
 
-    table_shape: (B, MB). Rows per sequence are known on average alone. Whole-number operations, so that a
-    compiler can evaluate them on shapes.
+    table_shape: (B, MB). Only the average number of rows per sequence is known. Integer operations let a compiler
+    evaluate it on shapes.
     """
     num_sequences, num_columns = table_shape
     num_tiles = ops.ceil_div(ops.ceil_div(num_rows, num_sequences), ops.constant(config.block_m // geometry.group))
@@ -127,7 +127,7 @@ def num_splits(
 
 
 class Launch(NamedTuple):
-    """Grid and whole-number arguments of a kernel, in the order of its parameters."""
+    """A kernel's grid and integer arguments, in the order of its parameters."""
 
     grid: tuple[Any, Any, Any]
     scalars: tuple[Any, ...]
@@ -142,7 +142,7 @@ def attend_launch(
     *,
     num_blocks: Any,
 ) -> Launch:
-    """The launch of the first kernel. A program without rows returns at once, so a bound of the rows is enough."""
+    """Returns the launch of the first kernel. Programs without rows return at once, so a bound of rows suffices."""
     splits = num_splits(geometry, config, ops, num_rows, table_shape)
     rows = ops.smaller(num_rows, ops.constant(geometry.max_rows))
     tiles = ops.ceil_div(rows, ops.constant(config.block_m // geometry.group))
@@ -153,7 +153,7 @@ def attend_launch(
 def combine_launch(
     geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
 ) -> Launch:
-    """The launch of the second kernel: one program per row and query head."""
+    """Returns the launch of the second kernel: one program per row and query head."""
     splits = num_splits(geometry, config, ops, num_rows, table_shape)
     grid = (num_rows, ops.constant(geometry.num_heads), ops.constant(1))
     return Launch(grid, (table_shape[0], splits))

@@ -1,8 +1,8 @@
-"""The one import of TensorRT: `tensorrt` 10.16 or 11 ("full"), or TensorRT-RTX ("rtx").
+"""Imports TensorRT: `tensorrt` 10.16 or 11 ("full"), or TensorRT-RTX ("rtx").
 
-TensorRT reports most mistakes through its logger alone: a setter that refuses a value returns as if
-it had taken it. So every stage ends with `ErrorLog.check`, which raises what was logged meanwhile.
-What a version can do is asked of its classes, never read off its number.
+TensorRT reports most errors only through its logger: a setter that refuses a value returns as if it had
+taken it. So every stage ends with `ErrorLog.check`, which raises what was logged meanwhile.
+The abilities of a version are read from its classes, never from its number.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ MODULES: dict[Flavour, tuple[str, ...]] = {
     "rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
 EXTRAS: dict[Flavour, str] = {"full": "tensorrt", "rtx": "tensorrt-rtx"}
-NO_DRIVER = "cudaError 35"  # logged again after other failures on a machine without a driver
+NO_DRIVER = "cudaError 35"  # without a driver, it is logged after every other failure too
 
 
 class TensorRtError(FaserError):
-    """TensorRT is missing or refused something; the message names the stage."""
+    """An error for a missing TensorRT, or a stage that it refused; the message names the stage."""
 
 
 class TensorRt:
-    """An imported TensorRT: its module, its flavour and what it can do."""
+    """An imported TensorRT: its module, its flavour and its abilities."""
 
     def __init__(self, module: Any, flavour: Flavour) -> None:
         self.module = module
@@ -45,29 +45,31 @@ class TensorRt:
 
     @property
     def title(self) -> str:
-        """For people and manifests, e.g. "TensorRT-RTX 1.7.1.116"."""
+        """Name and version for messages and manifests, e.g. "TensorRT-RTX 1.7.1.116"."""
         return f"{'TensorRT-RTX' if self.flavour == 'rtx' else 'TensorRT'} {self.version}"
 
     @property
     def compute_capabilities(self) -> tuple[str, ...]:
-        """GPUs that engines can be built for ahead of time, e.g. ("7.5", "12.0"); empty: the one at hand alone."""
+        """The GPUs that engines can be built for ahead of time, e.g. ("7.5", "12.0"); empty: this machine's only."""
         if self.flavour == "full" or not self.has_compute_capabilities:
             return ()
         numbers = sorted(int(name[2:]) for name in self.module.ComputeCapability.__members__ if name.startswith("SM"))
         return tuple(f"{number // 10}.{number % 10}" for number in numbers)
 
     def check_built_by(self, compiler: str) -> None:
-        """compiler: title of the TensorRT that built an engine, which no other can load. Raises TensorRtError."""
+        """Raises TensorRtError if another TensorRT built the engines. compiler: its title."""
         if compiler != self.title:
-            raise TensorRtError(f"engines were built by {compiler or 'no TensorRT'}, here is {self.title}: build again")
+            raise TensorRtError(
+                f"engines were built by {compiler or 'no TensorRT'}, installed is {self.title}: build again"
+            )
 
     def error_log(self) -> ErrorLog:
-        """A logger that collects errors. Builders and runtimes keep a reference: one log may serve several."""
+        """Makes a logger that collects errors. One log may serve several builders and runtimes."""
         return ErrorLog(self)
 
 
 class ErrorLog:
-    """`logger` goes to TensorRT; `check` raises what it was told since the last check."""
+    """A collector of errors. `logger` is passed to TensorRT; `check` raises what was logged since the last check."""
 
     def __init__(self, tensorrt: TensorRt) -> None:
         self._lock = Lock()  # TensorRT logs from its own threads too
@@ -80,7 +82,7 @@ class ErrorLog:
             (self._errors if is_error else self.warnings).append(message)
 
     def take_errors(self) -> list[str]:
-        """The errors since the last look, without a driver's absence where something else went wrong too."""
+        """Returns and clears the errors. A missing driver is left out if there are other errors."""
         with self._lock:
             errors, self._errors = self._errors, []
         return [error for error in errors if NO_DRIVER not in error] or errors
@@ -92,13 +94,13 @@ class ErrorLog:
             raise TensorRtError(f"{stage}: {'; '.join(dict.fromkeys(errors))}")
 
     def fail(self, stage: str, otherwise: str) -> TensorRtError:
-        """The error of a stage that returned nothing: what was logged, or `otherwise` if nothing was."""
+        """Returns the error of a stage without a result: what was logged, or `otherwise` if nothing was."""
         errors = self.take_errors()
         return TensorRtError(f"{stage}: {'; '.join(dict.fromkeys(errors)) or otherwise}")
 
 
 def import_tensorrt(flavour: Flavour | None = None) -> TensorRt:
-    """The TensorRT of a flavour; without one, full TensorRT where it is there, else RTX.
+    """Imports the TensorRT of a flavour; without one, full TensorRT if it is installed, else RTX.
 
     Raises TensorRtError naming the extra to install and why each module could not be imported.
     """
@@ -116,7 +118,7 @@ def import_tensorrt(flavour: Flavour | None = None) -> TensorRt:
 
 @cache
 def _import(flavour: Flavour) -> TensorRt | tuple[str, ...]:
-    """The library, or why each of its modules could not be imported."""
+    """Imports the library, or returns why each of its modules could not be imported."""
     reasons = []
     for name in MODULES[flavour]:
         try:
@@ -127,7 +129,7 @@ def _import(flavour: Flavour) -> TensorRt | tuple[str, ...]:
 
 
 def _make_logger(module: Any, log: ErrorLog) -> Any:
-    """An ILogger of this module: the base class is known only once it is imported."""
+    """Makes an ILogger of this module. Its base class exists only once the module is imported."""
 
     class Logger(module.ILogger):
         def __init__(self) -> None:

@@ -1,9 +1,8 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""The attention kernels with the parameters that TensorRT passes: inputs, whole numbers, outputs, in this order.
+"""The attention kernels with the parameters that TensorRT passes: inputs, integers, outputs, in this order.
 
-The bodies are those of `pruned_chunk_attention` and `split_combine`; here are only their signatures, and the
-check that keeps them within their tensors: TensorRT times a layer on contents that mean nothing. Knows the
-contract of the plugin, nothing of TensorRT itself.
+The bodies are in `pruned_chunk_attention` and `split_combine`. This module has only the signatures, and the bounds
+checks: TensorRT times a layer on arbitrary contents.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def attend_splits_kernel(
     num_splits,
     mixed_parts,
     stat_parts,
-    k_pool_out,  # k_pool again: TensorRT passes every output
+    k_pool_out,  # the same as k_pool: TensorRT passes every output
     v_pool_out,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -75,7 +74,7 @@ def attend_splits_kernel(
 def combine_parts_kernel(
     mixed_parts,
     stat_parts,
-    q,  # for its shape alone, as block_table
+    q,  # only its shape is used, as of block_table
     block_table,
     cu_rows,
     num_sequences,
@@ -92,7 +91,7 @@ def combine_parts_kernel(
 
 
 def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
-    """Constants of the first kernel."""
+    """Returns the constants of the first kernel."""
     return {
         "NUM_KV_HEADS": geometry.num_kv_heads,
         "HEAD_DIM": geometry.head_dim,
@@ -107,7 +106,7 @@ def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int 
 
 
 def combine_constants(geometry: Geometry) -> dict[str, int]:
-    """Constants of the second kernel."""
+    """Returns the constants of the second kernel."""
     return {
         "HEAD_DIM": geometry.head_dim,
         "BLOCK_S": 1 << (MAX_SPLITS - 1).bit_length(),
@@ -117,9 +116,9 @@ def combine_constants(geometry: Geometry) -> dict[str, int]:
 
 @cache
 def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None = None) -> Compiled:
-    """The first kernel for tensors of a type, "fp32", "fp16" or "bf16". Every layer of a model shares one.
+    """Compiles the first kernel for a type, "fp32", "fp16" or "bf16". All layers of a model share it.
 
-    max_shared_bytes: that its launcher allows; pipeline stages are given up first, then tokens per iteration.
+    max_shared_bytes: the launcher's limit. To fit, pipeline stages are reduced first, then tokens per iteration.
     """
     config = geometry.launch_config(dtype)
     compiled = _compile_attend(geometry, dtype, config)
@@ -151,7 +150,7 @@ def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Com
 
 @cache
 def compile_combine(geometry: Geometry, dtype: str) -> Compiled:
-    """The second kernel; `dtype` is that of queries and results."""
+    """Compiles the second kernel; `dtype` is the type of queries and results."""
     floats = f"*{dtype}:16"
     signature = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "q": floats}
     signature |= {"block_table": "*i32:16", "cu_rows": "*i32:16", "num_sequences": "i32", "num_splits": "i32"}

@@ -59,9 +59,9 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"norm_before_residual": True}, ("norm_before_residual = True",)),
     ({"logit_scale": 0.5}, ("logit_scale = 0.5",)),
     ({"sliding_window": 512}, ("sliding_window = 512",)),
-    ({"vocab_size": 96}, ("vocab_size = 96", "of the target, 97")),
-    ({"target_hidden_size": 64}, ("target_hidden_size = 64", "of the target, 32")),
-    ({"hidden_size": 48}, ("hidden_size = 48", "of the target, 32", "no embedding of its own")),
+    ({"vocab_size": 96}, ("vocab_size = 96", "the target's, 97")),
+    ({"target_hidden_size": 64}, ("target_hidden_size = 64", "the target's, 32")),
+    ({"hidden_size": 48}, ("hidden_size = 48", "the target's, 32", "no embedding")),
     ({"draft_vocab_size": 98}, ("draft_vocab_size = 98", "[1, 97]")),
     ({"draft_vocab_size": "40"}, ("draft_vocab_size = '40'", "an integer")),
     ({"eagle_config": {"use_aux_hidden_state": False}}, ("use_aux_hidden_state = False",)),
@@ -79,7 +79,7 @@ def test_configs_of_other_models(changes: dict[str, Any], words: tuple[str, ...]
 @pytest.mark.parametrize("layers", [[1, 3], [3, 1, 4], [1, 1, 4], [-1, 3, 4], [1, 3, 7], [1, 3, True], "1,3,4"])
 def test_layers_that_the_target_cannot_give(layers: object, target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
-    refuses(target, head, "eagle_aux_hidden_state_layer_ids", str(layers), "rise in [0, 6]")
+    refuses(target, head, "eagle_aux_hidden_state_layer_ids", str(layers), "ascending layers of the target in [0, 6]")
 
 
 def test_targets_too_shallow_for_the_default_layers(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ TENSORS: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
     "map_of_floats": (lambda t: t.update(d2t=torch.zeros(DRAFT_VOCAB_SIZE)), ("d2t", "F32", "I64")),
     "outside": (lambda t: shift(t, 0, -1), ("d2t[0]", "id -1", "[0, 96]")),
     "far_outside": (lambda t: shift(t, 39, 2**63 - 1), ("d2t[39]", "[0, 96]")),
-    "twice": (lambda t: shift(t, 39, int(t["d2t"][0]) - 39), ("d2t", "more than one place")),
+    "twice": (lambda t: shift(t, 39, int(t["d2t"][0]) - 39), ("d2t", "listed more than once")),
     "other_set": (lambda t: t["t2d"].logical_not_(), ("t2d and d2t differ", "id 0")),
     "short_set": (lambda t: t.update(t2d=t["t2d"][1:].clone()), ("t2d", "[96]", "[97]")),
 }

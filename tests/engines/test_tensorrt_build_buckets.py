@@ -129,8 +129,8 @@ def test_buckets_and_targets_round_trip(engine: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranges", "message"),
     [
-        ({"T": [1, 40, 32]}, "bucket decode of draft.safetensors: T = 1, 40, 32: must rise"),
-        ({"T": [-1, 0, 32]}, "T = -1, 0, 32: must rise from at least 0"),
+        ({"T": [1, 40, 32]}, "bucket decode of draft.safetensors: T = 1, 40, 32: must be at least 0 and ascending"),
+        ({"T": [-1, 0, 32]}, "T = -1, 0, 32: must be at least 0 and ascending"),
         ({"T": [1, 2]}, "malformed"),
     ],
 )

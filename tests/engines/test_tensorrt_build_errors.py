@@ -84,7 +84,7 @@ def test_engines_of_another_version_are_refused_by_name(rtx: TensorRt) -> None:
     for other in ("TensorRT-RTX 1.6.0.1", "TensorRT 11.4.0", ""):
         with pytest.raises(TensorRtError) as caught:
             rtx.check_built_by(other)
-        assert other in str(caught.value) and f"here is {rtx.title}: build again" in str(caught.value)
+        assert other in str(caught.value) and f"installed is {rtx.title}: build again" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -126,10 +126,10 @@ def test_a_missing_tensorrt_names_the_extra_to_install(
             {"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "9.0"))},
             "compute_capabilities = 9.0: must be one of 7.5, 8.0, 8.6, 8.9, 12.0, 12.1",
         ),
-        ({"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "8.9"))}, "8.9, 8.9: names one twice"),
+        ({"tensorrt": TensorRtOptions(compute_capabilities=("8.9", "8.9"))}, "8.9, 8.9: lists one twice"),
         (
             {"tensorrt": TensorRtOptions(split_streams={"16/116": SplitStreams(1, 2)})},
-            "split_streams: TensorRT-RTX .* cannot build for SM splits",
+            "split_streams: TensorRT-RTX .* does not support SM splits",
         ),
         (
             {"runtime": "torch", "tensorrt": TensorRtOptions()},
@@ -162,7 +162,7 @@ def test_a_graph_without_its_weights_names_file_and_stage(rtx: TensorRt, source:
 
 @pytest.mark.skipif(has_driver(), reason="needs a machine without an NVIDIA driver")
 def test_full_tensorrt_says_that_it_needs_a_gpu() -> None:
-    with pytest.raises(TensorRtError, match=r"TensorRT 11\.4\.0 builds on the GPU .* torch finds none here"):
+    with pytest.raises(TensorRtError, match=r"TensorRT 11\.4\.0 builds on the GPU .* torch finds no GPU"):
         require_gpu("TensorRT 11.4.0")
 
 

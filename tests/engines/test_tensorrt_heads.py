@@ -101,7 +101,7 @@ def test_the_real_compiler_takes_a_head_and_its_target(source: Path, head_dir: P
     done = [call[1] for call in calls]
     assert done == sorted(done) and set(done) == set(range(calls[-1][2] + 1)) and calls[-1][0] == "done"
     said = [what for what, *_ in calls]
-    assert "draft.0: compile the joining of hidden states" in said
+    assert "draft.0: compile the join of hidden states" in said
     assert {"draft: EAGLE-3 head", "draft.1: compile layers 0 to 1", "draft.1: Building engine"} <= set(said)
 
 

@@ -124,7 +124,7 @@ def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
     spec = read_spec(open_checkpoint(source).fields)
-    with pytest.raises(TensorRtError, match=r"TensorRT compiles for the GPU at hand, and torch .* sees none"):
+    with pytest.raises(TensorRtError, match=r"TensorRT compiles for this machine's GPU, but torch .* finds none"):
         plugin_geometry(spec, BLOCK_SIZE, call_buckets(spec, BLOCK_SIZE, CallLimits()))
 
 
