@@ -14,10 +14,11 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from faser_backend.lab.bench.servers import free_ports
 from faser_backend.openai.bodies import MAX_BODY_BYTES
 from faser_backend.openai.errors import ApiError
 from faser_backend.serving.processes import die_with_parent
@@ -99,7 +99,9 @@ class Replica:
 
     async def __init__(self, options: Options) -> None:
         """Returns once the server is ready. Raises RuntimeError; what was wrong stands in the replica's log."""
-        http, grpc, metrics, openai = free_ports(4)
+        with ExitStack() as stack:  # four free ports
+            opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+            http, grpc, metrics, openai = (each.getsockname()[1] for each in opened)
         command = [sys.executable, "-m", "faser_backend.cli", "serve", "--openai-port", str(openai)]
         command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
         command += ["--engine-dir", str(options.engine_dir)] if options.engine_dir is not None else []

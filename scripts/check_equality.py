@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Equality of tokens: every policy, mode and exit against plain decoding. See lab/bench/equality.py."""
+"""Equality of tokens: every policy, mode and exit against plain decoding. See lab/checks/equality.py."""
 
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from faser_backend.lab.bench.equality import main
+from faser_backend.lab.checks.equality import main
 
 if __name__ == "__main__":
     sys.exit(main())

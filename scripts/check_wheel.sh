@@ -46,7 +46,7 @@ assert names == {"faser_backend"}, names
 for name in ("engines", "plugins", "lab", "lab.bench", "lab.simulation", "lab.train_head"):
     place = importlib.util.find_spec(f"faser_backend.{name}").origin
     assert place.startswith(sys.argv[1]), place
-for name in ("lab.abuse", "lab.gpu", "lab.peers"):
+for name in ("lab.abuse", "lab.checks", "lab.gpu", "lab.peers"):
     assert importlib.util.find_spec(f"faser_backend.{name}") is None, name
 assert str(data_folder()).startswith(sys.argv[1]), data_folder()
 for file in (MODEL_REPO / "ensemble/1/model.py", MODEL_REPO_LLMAPI / "tensorrt_llm/config.pbtxt", DEMO_PAIR / "prompts.jsonl"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from faser_backend import LLM, SamplingParams
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from tests.support.served import serve
 from tests.support.serving_pair import build_pair
 from tests.test_docs import command_lines

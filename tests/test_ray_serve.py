@@ -15,7 +15,7 @@ from typing import Any
 import openai
 import pytest
 
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import arguments
 from tests.support.clients import metric, wait_for_free_blocks
 from tests.support.served import serve as serve_one

@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from faser_backend.cli.main import app
 from faser_backend.core.errors import ConfigError
 from faser_backend.engines.build import build_engines
+from faser_backend.lab.checks.control_worlds import all_worlds, run
 from faser_backend.lab.contestants import choose_contestants
-from faser_backend.lab.control_worlds import all_worlds, run
 from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.harness import drive, fake_engine, guessed

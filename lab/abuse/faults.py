@@ -30,8 +30,8 @@ from faser_backend.lab.abuse.clients import GrpcClient, Reply, make_request
 from faser_backend.lab.abuse.fuzz import END_S, fuzz
 from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, report
 from faser_backend.lab.abuse.soak import ask_to_stop
-from faser_backend.lab.bench.servers import free_ports
-from faser_backend.lab.options import make_parser
+from faser_backend.lab.checks.options import make_parser
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.processes import is_running
 

@@ -22,7 +22,7 @@ from faser_backend.lab.abuse import openai_attacks
 from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
 from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http, make_request
 from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, report, serving
-from faser_backend.lab.options import make_parser
+from faser_backend.lab.checks.options import make_parser
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls

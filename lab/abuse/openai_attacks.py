@@ -19,7 +19,7 @@ from pathlib import Path
 
 from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, Neighbour, Reply, ask_http
 from faser_backend.lab.abuse.served import OPENAI, memory_mib, report, serving
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import cpu_seconds
 
 LIMIT = 4 << 20  # bytes of a body

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from faser_backend.lab.bench.servers import START_TIMEOUT_S, Server
+from faser_backend.lab.checks.servers import START_TIMEOUT_S, Server
 from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import arguments, children, is_running
 

@@ -24,7 +24,7 @@ from faser_backend.lab.abuse.cases import PROMPT, make_case, pick
 from faser_backend.lab.abuse.clients import GrpcClient, Reply, ask_http, judge, make_request
 from faser_backend.lab.abuse.fuzz import send
 from faser_backend.lab.abuse.served import Served, Usage, end_servers_on_sigterm, report, serving, usage
-from faser_backend.lab.options import make_parser
+from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import is_running
 

@@ -115,11 +115,7 @@ def estimate_s(
 
 
 def fitted(
-    sizing: Sizing,
-    contestants: list[Contestant],
-    speeds: Mapping[str, Speed],
-    budget_s: float,
-    timeline_modes: int = 0,
+    sizing: Sizing, contestants: list[Contestant], speeds: Mapping[str, Speed], budget_s: float, timeline_modes: int = 0
 ) -> Sizing:
     """The sizing, with shorter answers and then fewer repeats where it would take longer than budget_s; the smallest
     where none fits."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import re
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from statistics import median
 from typing import Any
@@ -15,20 +17,24 @@ import matplotlib as mpl
 mpl.use("Agg")  # files only: no window system is needed
 
 import matplotlib.pyplot as plt
+import numba
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
+from threadpoolctl import threadpool_limits
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.lab.answers import category_rows
 from faser_backend.lab.bench.compare import gain, gains, groups, in_words
-from faser_backend.lab.bench.rows import MachineLimits
 from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
 from faser_backend.lab.shapes import row_flops
 from faser_backend.lab.tables import Column
 
 Row = dict[str, Any]
+READ_BYTES = 1 << 28  # per thread, more than caches hold
+MATRIX_SIZE = 1024
 ROOFLINE_REPEATS = 5
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
@@ -277,3 +283,40 @@ def roofline_in_words(found: dict[str, float], rows: list[Row]) -> str:
     if low is not None:
         text += f" Measured: a verification of one row takes {low['verify_us_p50']:.0f} us, attention included."
     return text
+
+
+@numba.njit(nogil=True, cache=True, error_model="numpy")
+def _sum_of(words):
+    total = 0
+    for i in range(words.size):
+        total += words[i]
+    return total
+
+
+class MachineLimits:
+    """Measures the limits of the machine on num_threads threads: memory bandwidth and float32 operations per second."""
+
+    def __init__(self, num_threads: int, read_bytes: int = READ_BYTES) -> None:
+        """read_bytes: what each thread reads repeatedly; caches serve as much of it as they hold."""
+        self._num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads)
+        self._words = [np.ones(max(read_bytes // 8, 1), np.int64) for _ in range(num_threads)]
+        self._matrices = [np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32) for _ in range(num_threads)]
+        self.bandwidth()  # compiles, and reads once
+
+    def bandwidth(self) -> float:
+        """Returns bytes per second that all threads together read."""
+        return self._rate(lambda thread: _sum_of(self._words[thread]), self._words[0].nbytes)
+
+    def peak(self) -> float:
+        """Returns operations per second of a large matrix product; a multiply-add is two."""
+        with threadpool_limits(1, user_api="blas"):  # threads here are callers of their own
+            return self._rate(lambda thread: self._matrices[thread] @ self._matrices[thread], 2 * MATRIX_SIZE**3)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def _rate(self, work: Callable[[int], object], amount: int) -> float:
+        began = time.perf_counter()
+        list(self._threads.map(work, range(self._num_threads)))
+        return amount * self._num_threads / (time.perf_counter() - began)

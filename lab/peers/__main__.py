@@ -5,7 +5,7 @@
     python -m lab.peers --prompts question.jsonl --chat --only llama,openvino --clients 16
 
 Measures SmolLM2-135M-Instruct or another GGUF file, a piece (a peer and ours beside it) after the other. Writes
-NAME.json, NAME.md and the picture, as faser_backend.lab.compare does.
+NAME.json, NAME.md and the picture, as faser_backend.lab.checks.compare does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import FaserError
-from faser_backend.lab.compare import measure_loads, one_after_the_other, write
-from faser_backend.lab.options import add_prompt_options, asked_prompts, integers, make_parser
+from faser_backend.lab.checks.compare import measure_loads, one_after_the_other, write
+from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, integers, make_parser
 from faser_backend.lab.peers.files import ModelFiles, model_files, profile, smollm2
 from faser_backend.lab.peers.programs import PIECES, Setting, ours
 from faser_backend.lab.prompts import PromptSet

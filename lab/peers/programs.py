@@ -27,7 +27,7 @@ import aiohttp
 from tokenizers import Tokenizer
 
 from faser_backend.lab.answers import Answer, Job
-from faser_backend.lab.bench.servers import (
+from faser_backend.lab.checks.servers import (
     START_TIMEOUT_S,
     STOP_TIMEOUT_S,
     LoadClient,

@@ -148,12 +148,7 @@ class SimSampler:
         self.failures: dict[int, Failure] = {}  # rules are not simulated
 
     def add(
-        self,
-        slot: int,
-        sampling: Sampling,
-        token_ids: np.ndarray,
-        num_prompt_tokens: int,
-        end_ids: tuple[int, ...],
+        self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
     ) -> None:
         self._outcomes.plant(slot, sampling.seed, num_prompt_tokens)
 

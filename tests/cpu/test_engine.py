@@ -15,7 +15,7 @@ from faser_backend.cpu.runtime import LlvmRuntime
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
-from faser_backend.lab.bench.equality import make_requests
+from faser_backend.lab.checks.equality import make_requests
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy

@@ -18,7 +18,7 @@ from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
-from faser_backend.lab.bench.equality import make_requests
+from faser_backend.lab.checks.equality import make_requests
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.lab.bench.equality import Reference, make_requests, run_mixed
+from faser_backend.lab.checks.equality import Reference, make_requests, run_mixed
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import demo_engine_dir

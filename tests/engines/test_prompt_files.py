@@ -142,7 +142,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
 
 
 def test_comparisons_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "faser_backend.lab.compare", str(engine_dir)]
+    command = [sys.executable, "-m", "faser_backend.lab.checks.compare", str(engine_dir)]
     given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]
     done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1 and done.stdout == ""

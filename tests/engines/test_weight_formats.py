@@ -14,7 +14,7 @@ from faser_backend.core.errors import ManifestError
 from faser_backend.cpu.kernels import attention
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.lab.bench.equality import make_requests
+from faser_backend.lab.checks.equality import make_requests
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from faser_backend.serving.compose import build_engine
 from tests.support.harness import drive

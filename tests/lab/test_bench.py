@@ -29,9 +29,9 @@ from faser_backend.lab.answers import (
 from faser_backend.lab.bench import command
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
-from faser_backend.lab.bench.servers import LoadClient, serve_all
 from faser_backend.lab.bench.timeline import LANES
 from faser_backend.lab.bench.wire import make_request
+from faser_backend.lab.checks.servers import LoadClient, serve_all
 from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import Contestant, Sizing, choose_contestants, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns, turn_orders

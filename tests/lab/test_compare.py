@@ -1,4 +1,4 @@
-"""`python -m lab.compare`: contestants are what their names say, answers are the same, the page has a row of each."""
+"""`python -m lab.checks.compare`: contestants match their names, answers are equal, the page has a row of each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab import compare
+from faser_backend.lab.checks import compare
 from tests.support.serving_pair import build_pair
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from faser_backend.core.errors import ConfigError, ErrorCode
 from faser_backend.core.request import Request
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.errors import ANSWERS, ApiError

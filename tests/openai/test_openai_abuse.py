@@ -22,7 +22,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.lab.abuse.clients import Reply, ask_http
 from faser_backend.lab.abuse.openai_attacks import COMPLETIONS, head_of, send_body
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.openai import app as app_module
 from faser_backend.openai import bodies, connections
 from faser_backend.openai.app import Callers

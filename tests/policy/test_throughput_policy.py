@@ -12,8 +12,8 @@ import pytest
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.lab import control_worlds
-from faser_backend.lab.control_worlds import ControlWorld, all_worlds, costs, run
+from faser_backend.lab.checks import control_worlds
+from faser_backend.lab.checks.control_worlds import ControlWorld, all_worlds, costs, run
 from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
 from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, round_score
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, TimeErrors

@@ -108,10 +108,7 @@ def test_a_server_reads_what_calibration_found(profiled: tuple[Path, Profile]) -
 
 
 def test_the_command_writes_the_file_and_prints_a_line_per_model_and_partition(
-    profiled: tuple[Path, Profile],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    profiled: tuple[Path, Profile], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, profile = profiled
     copy = Path(shutil.copytree(directory, tmp_path / "engine", ignore=shutil.ignore_patterns(PROFILE_FILE)))
@@ -226,14 +223,10 @@ def test_profiling_what_is_no_engine_says_so(tmp_path: Path) -> None:
         profile_engine(tmp_path)
 
 
-def test_key_columns_cover_the_tokens_and_never_fall(engine: Path) -> None:
-    widths = key_columns(EngineManifest.load(engine))
+def test_key_columns_cover_the_tokens_and_fingerprints_name_weights(engine: Path) -> None:
+    widths, files = key_columns(EngineManifest.load(engine)), Fingerprint.here(EngineManifest.load(engine)).files
     assert widths.shape == (MAX_CONTEXT + 1,)
     assert (widths >= np.arange(MAX_CONTEXT + 1)).all() and (np.diff(widths) >= 0).all()
-
-
-def test_the_fingerprint_names_weights_and_segments_but_not_the_tokenizer(engine: Path) -> None:
-    files = Fingerprint.here(EngineManifest.load(engine)).files
     assert "tokenizer.json" not in files and any(name.endswith(".safetensors") for name in files)
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import arguments, children
 
 FASER = Path(sys.executable).with_name("faser")

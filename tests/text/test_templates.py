@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.places import MODEL_REPO, data_folder
 from faser_backend.triton import server
 from faser_backend.triton.model_configs import write_repositories

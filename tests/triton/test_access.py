@@ -12,7 +12,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.access import (
     GRPC_PREFIX,
     KEY_HEADER,

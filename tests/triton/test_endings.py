@@ -20,7 +20,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import SHUTTING_DOWN, ConfigError
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import PARENT_POLL_S, children, is_running
 from faser_backend.triton.server import LaunchOptions, TritonServer, check_ports
 from tests.support.clients import (

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.triton import server
 from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_LOOK_S, HangWatch

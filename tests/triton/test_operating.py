@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from faser_backend.core.errors import SHUTTING_DOWN
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.triton.admin import AdminError, Administration
 from faser_backend.triton.metrics import REQUESTS
 from tests.support.clients import Answer, Stream, metric, post, wait_for_free_blocks

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from tritonclient import http
 from tritonclient.utils import InferenceServerException
 
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.access import GRPC_PREFIX, KEY_HEADER
 from faser_backend.triton.server import LaunchOptions, TritonServer
 from tests.support.chat_templates import CHATML

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import tritonclient.grpc as triton
 
-from faser_backend.lab.bench.servers import free_ports
+from faser_backend.lab.checks.servers import free_ports
 from faser_backend.triton.server import LaunchOptions, TritonServer
 from tests.support.clients import Stream
 

@@ -17,8 +17,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from faser_backend.lab.options import add_prompt_options, asked_prompts, make_parser
-from faser_backend.lab.target import OpenTarget
+from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, make_parser
+from faser_backend.lab.checks.target import OpenTarget
 
 
 def answer_to(target: OpenTarget, prompt: list[int], max_tokens: int) -> list[int]:

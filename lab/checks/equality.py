@@ -24,12 +24,12 @@ from faser_backend.core.request import FinishReason, Request, Sampling
 from faser_backend.cpu.noise import GumbelNoise
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
+from faser_backend.lab.checks.options import make_parser
+from faser_backend.lab.checks.target import OpenTarget
 from faser_backend.lab.drive import write_all
-from faser_backend.lab.options import make_parser
 from faser_backend.lab.prompts import DEMO_PROMPTS, interleaved
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.lab.tables import Column, markdown_table, write_results
-from faser_backend.lab.target import OpenTarget
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine

@@ -1,8 +1,8 @@
 """Worlds in virtual time on which two controllers are compared: the same texts, arrivals and disturbances for both.
 
-A world fixes what calls really take, what a policy knows about it, how requests' acceptance is spread, when requests
-arrive and how the machine's speed wanders. `python -m lab.control_worlds --policies faser --json FILE` runs them,
-`--compare OLD NEW` prints the table that a change of the controller is accepted by.
+A world fixes the real costs, what a policy is told about them, the spread of requests' acceptance, their arrivals, and
+how the machine's speed drifts. `python -m lab.checks.control_worlds --policies faser --json FILE` runs all worlds;
+`--compare OLD NEW` prints the table by which a change of the controller is judged.
 """
 
 from __future__ import annotations

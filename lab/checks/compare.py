@@ -1,9 +1,9 @@
 """Contestants beside each other: loads times turns give one table and one picture.
 
-    python -m lab.compare ENGINE_DIR --policies "none,fixed:4,tree:4,faser (model+ngram)" --clients 1,4,16
-    python -m lab.compare ENGINE_DIR OTHER_DIR --places triton      # one model on several runtimes or formats
-    python -m lab.compare --places process,triton                   # policies of the demo pair, in process and served
-    python -m lab.compare ENGINE_DIR --places triton --url 127.0.0.1:8001
+    python -m lab.checks.compare ENGINE_DIR --policies "none,fixed:4,tree:4,faser (model+ngram)" --clients 1,4,16
+    python -m lab.checks.compare ENGINE_DIR OTHER_DIR --places triton      # one model on several runtimes or formats
+    python -m lab.checks.compare --places process,triton                   # the demo pair, in process and served
+    python -m lab.checks.compare ENGINE_DIR --places triton --url 127.0.0.1:8001
 
 A contestant is a policy on an engine directory, with who drafts in brackets, in this process or behind a Triton server
 of its own; or a text model of a server that is running. Engines in this process take turns of 0.1 s, servers a load
@@ -29,10 +29,10 @@ from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab import environment
 from faser_backend.lab.answers import Job, jobs_of
 from faser_backend.lab.bench.measure import Served, measure
-from faser_backend.lab.bench.servers import LoadClient, Run, serve_all
+from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, integers, make_parser
+from faser_backend.lab.checks.servers import LoadClient, Run, serve_all
 from faser_backend.lab.contestants import split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess
-from faser_backend.lab.options import add_prompt_options, asked_prompts, integers, make_parser
 from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.demo_engine import demo_engine_dir

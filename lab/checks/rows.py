@@ -1,6 +1,6 @@
 """Times of calls of few rows on a CPU, beside what the machine could do.
 
-    python -m lab.bench.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--json FILE]
+    python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--json FILE]
 
 A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
 a large product of matrices, so that all are of the same minutes. It writes {"bandwidth_gb_s", "peak_gflops",
@@ -13,58 +13,14 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
-import numba
 import numpy as np
-from threadpoolctl import threadpool_limits
 
-from faser_backend.lab.options import integers, make_parser
-from faser_backend.lab.target import OpenTarget
-
-READ_BYTES = 1 << 28  # of a thread: no cache holds them
-MATRIX_SIZE = 1024
-
-
-@numba.njit(nogil=True, cache=True, error_model="numpy")
-def _sum_of(words):
-    total = 0
-    for i in range(words.size):
-        total += words[i]
-    return total
-
-
-class MachineLimits:
-    """The most that a machine does: bytes read from memory and float32 operations a second, on num_threads threads,
-    which wait in between."""
-
-    def __init__(self, num_threads: int, read_bytes: int = READ_BYTES) -> None:
-        """read_bytes: of a thread, the same again and again; caches serve what they hold."""
-        self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads)
-        self._words = [np.ones(max(read_bytes // 8, 1), np.int64) for _ in range(num_threads)]
-        self._matrices = [np.ones((MATRIX_SIZE, MATRIX_SIZE), np.float32) for _ in range(num_threads)]
-        self.bandwidth()  # compiles, and reads once
-
-    def bandwidth(self) -> float:
-        """Bytes a second that all threads together read."""
-        return self._rate(lambda thread: _sum_of(self._words[thread]), self._words[0].nbytes)
-
-    def peak(self) -> float:
-        """Operations a second of a large product of matrices; a multiplication and an addition are two."""
-        with threadpool_limits(1, user_api="blas"):  # threads here are callers of their own
-            return self._rate(lambda thread: self._matrices[thread] @ self._matrices[thread], 2 * MATRIX_SIZE**3)
-
-    def close(self) -> None:
-        self._threads.shutdown()
-
-    def _rate(self, work: Callable[[int], object], amount: int) -> float:
-        began = time.perf_counter()
-        list(self._threads.map(work, range(self._num_threads)))
-        return amount * self._num_threads / (time.perf_counter() - began)
+from faser_backend.lab.bench.report import MachineLimits
+from faser_backend.lab.checks.options import integers, make_parser
+from faser_backend.lab.checks.target import OpenTarget
 
 
 def main() -> None:
