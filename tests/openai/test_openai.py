@@ -79,9 +79,8 @@ def api(engine_dir: Path, tmp_path_factory) -> Iterator[Api]:
 def ask(api: Api, body: type, **fields: Any) -> Any:
     """Calls the endpoint of body with the client's own method; fields that it does not know go into extra_body."""
     client = api.client
-    create = {CompletionBody: client.completions, ChatBody: client.chat.completions, ResponsesBody: client.responses}[
-        body
-    ].create
+    calls = {CompletionBody: client.completions, ChatBody: client.chat.completions, ResponsesBody: client.responses}
+    create = calls[body].create
     extra = {name: fields.pop(name) for name in list(fields) if name not in create.__annotations__}
     fields = {"model": MODEL, **fields}
     answer = create(**fields, extra_body=extra)
@@ -334,6 +333,7 @@ def schema_of(kind: str) -> dict[str, Any]:
         (ChatBody, {"response_format": schema_of("unavailable")}, "guided_decoding_guide", ""),  # not 503
         (CompletionBody, {"prompt": [7, 10**30]}, "prompt", "must lie in [0, "),
         (ResponsesBody, {"input": [{"role": "robot"}]}, "input[0].role", "'robot'"),
+        (ResponsesBody, {"input": [{"role": "user"}]}, "input[0].content", "is required"),
         (ChatBody, {"max_tokens": 100_000}, "max_tokens", "context"),
         (ResponsesBody, {"max_output_tokens": 100_000}, "max_output_tokens", "context"),
         (CompletionBody, {"prompt": [7] * 1024}, "prompt", "context"),
