@@ -16,9 +16,9 @@ import numpy as np
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
-from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
+from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.serving.engine_loop import Subscription
-from faser_backend.serving.log_format import fitting_max_tokens
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.guides import GuideCompiler
 from faser_backend.text.tokenizer import TextTokenizer
 
@@ -30,16 +30,6 @@ _SAME_NAMES = (  # of params.SamplingParams and the engine's
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 _KINDS = "must be text, token ids or a conversation, or a list of these"
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model of an engine, as needed to read prompts."""
-
-    tokenizer: TextTokenizer
-    limits: Limits
-    end_ids: tuple[int, ...]
-    guides: GuideCompiler
 
 
 @dataclass(slots=True, eq=False)
@@ -60,13 +50,20 @@ class _Asked:
 class Batch:
     """The prompts of one call and their answers."""
 
-    def __init__(self, prompts: Prompt | Sequence[Prompt], params: AnyParams, model: Model, call_id: str) -> None:
+    def __init__(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: AnyParams,
+        model: ServedModel,
+        guides: GuideCompiler,
+        call_id: str,
+    ) -> None:
         """call_id: prefix of the ids of this call's requests. Raises RequestError for the first invalid prompt."""
         listed = _listed(prompts)
         self._asked: list[_Asked] = []
         for index, (prompt, wanted) in enumerate(zip(listed, _params_of(params, len(listed)), strict=True)):
             with _naming(f"prompts[{index}]" if len(listed) > 1 else None):
-                self._asked.append(_ask(prompt, wanted, model, index, f"{call_id}.{index}"))
+                self._asked.append(_ask(prompt, wanted, model, guides, index=index, call_id=call_id))
         self._by_id = {answer.request.request_id: answer for asked in self._asked for answer in asked.answers}
         self._stopping: set[str] = set()
 
@@ -143,9 +140,11 @@ def _naming(where: str | None) -> Iterator[None]:
         raise
 
 
-def _ask(prompt: Prompt, params: SamplingParams, model: Model, index: int, request_id: str) -> _Asked:
+def _ask(
+    prompt: Prompt, params: SamplingParams, model: ServedModel, guides: GuideCompiler, *, index: int, call_id: str
+) -> _Asked:
     text, prompt_ids = _read(prompt, model.tokenizer)
-    request = _request(prompt_ids, params, model, request_id)
+    request = _request(prompt_ids, params, model, guides, f"{call_id}.{index}")
     request.validate(model.limits)
     numbers = range(params.n)
     answers = [GrowingAnswer(request.nth(number), params, model.tokenizer, number) for number in numbers]
@@ -163,13 +162,15 @@ def _read(prompt: object, tokenizer: TextTokenizer) -> tuple[str | None, list[in
     raise RequestError("prompt", prompt, "must be text, token ids or a conversation")
 
 
-def _request(prompt_ids: list[int], params: SamplingParams, model: Model, request_id: str) -> Request:
-    tokenizer, limits = model.tokenizer, model.limits
+def _request(
+    prompt_ids: list[int], params: SamplingParams, model: ServedModel, guides: GuideCompiler, request_id: str
+) -> Request:
+    tokenizer = model.tokenizer
     stop_sequences = tokenizer.encode_words("stop", params.stop)
     return Request(
         request_id=request_id,
         prompt_ids=np.array(prompt_ids, np.int64),
-        max_tokens=_max_tokens(params.max_tokens, limits, len(prompt_ids), request_id),
+        max_tokens=_max_tokens(params.max_tokens, model, len(prompt_ids), request_id),
         sampling=_sampling(params, tokenizer.encode_words("bad_words", params.bad_words)),
         end_ids=() if params.ignore_eos else model.end_ids,
         stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
@@ -177,7 +178,7 @@ def _request(prompt_ids: list[int], params: SamplingParams, model: Model, reques
         wants_log_probs=params.logprobs is not None,
         wants_generation_logits=bool(params.logprobs),
         wants_stats=True,
-        guide=None if params.guided_decoding is None else _guide(params.guided_decoding, model.guides),
+        guide=None if params.guided_decoding is None else _guide(params.guided_decoding, guides),
     )
 
 
@@ -192,10 +193,10 @@ def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
     return guide
 
 
-def _max_tokens(asked: int | None, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
+def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int, request_id: str) -> int:
     if asked is None:
-        return max(1, limits.max_context - num_prompt_tokens)
-    return fitting_max_tokens(asked, limits, num_prompt_tokens, request_id)
+        return max(1, model.limits.max_context - num_prompt_tokens)
+    return model.clamp_max_tokens(asked, num_prompt_tokens, request_id)
 
 
 def check_params(params: SamplingParams) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from faser_backend.api.batch import AnyParams, Batch, Conversation, Model, Prompt, is_conversation
+from faser_backend.api.batch import AnyParams, Batch, Conversation, Prompt, is_conversation
 from faser_backend.api.outputs import RequestOutput
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import RequestError, UnavailableError
@@ -26,7 +26,7 @@ from faser_backend.serving import loading
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
-from faser_backend.text.guides import GuideCompiler
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 
@@ -66,15 +66,15 @@ class LLM:
         self.manifest = EngineManifest.load(self.engine_dir)
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)
-        tokenizer_file = self.engine_dir / self.manifest.tokenizer.name
-        tokenizer = TextTokenizer.from_file(tokenizer_file, prompts)
+        tokenizer = TextTokenizer.from_file(self.engine_dir / self.manifest.tokenizer.name, prompts)
         engine, prepare = open_engine(self.engine_dir, config)
         if on_step is not None:
             engine.step_runner.observers.append(on_step)
-        guides = GuideCompiler(tokenizer_file, engine.limits.vocab_size, self.manifest.end_ids)
-        self._loop = EngineLoop(engine, prepare=prepare, guides=guides)
+        name = self.engine_dir.resolve().name
+        self._model = ServedModel.of(name, self.manifest, engine.limits, tokenizer)
+        self._guides = self._model.guide_compiler()
+        self._loop = EngineLoop(engine, prepare=prepare, guides=self._guides)
         self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the latest when the process ends
-        self._model = Model(tokenizer, engine.limits, self.manifest.end_ids, guides)
         self._call_ids = itertools.count()
 
     def generate(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
@@ -140,7 +140,7 @@ class LLM:
     def _batch(self, prompts: Prompts, params: AnyParams) -> Batch:
         if not self._close.alive:
             raise UnavailableError("this LLM is closed")
-        return Batch(prompts, params, self._model, f"{next(self._call_ids)}")
+        return Batch(prompts, params, self._model, self._guides, f"{next(self._call_ids)}")
 
     def _run(self, batch: Batch) -> Iterator[None]:
         """Answers the batch; yields after every output."""

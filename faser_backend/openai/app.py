@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import ipaddress
 import secrets
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,9 +24,10 @@ from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, read_body
 from faser_backend.openai.errors import ApiError
 from faser_backend.openai.replies import Answer, ApiReply, ChatReply, CompletionReply, ResponsesReply
-from faser_backend.openai.requests import ServedModel, generations
+from faser_backend.openai.requests import generations
 from faser_backend.openai.sending import GeneratedResponse, Json, error_response
 from faser_backend.openai.triton_client import TokenClient
+from faser_backend.serving.served_model import ServedModel
 
 PAGE = Path(__file__).with_name("page.html")
 METRICS_TIMEOUT_S = 5.0
@@ -86,6 +88,7 @@ class _Endpoints:
 
     def __init__(self, model: ServedModel, metrics_address: str | None, shows_speculation: bool) -> None:
         self._model, self._metrics_address, self._shows_speculation = model, metrics_address, shows_speculation
+        self._created = int(time.time())
 
     async def page(self, _: Request) -> Response:
         """A chat in the browser."""
@@ -140,7 +143,7 @@ class _Endpoints:
         return {
             "id": model.name,
             "object": "model",
-            "created": model.created,
+            "created": self._created,
             "owned_by": "faser",
             "max_model_len": model.limits.max_context,
             "has_chat_template": model.tokenizer.chat_template is not None,

@@ -17,8 +17,9 @@ from typing import Any
 
 from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, Tool
-from faser_backend.openai.requests import Generation, ServedModel
+from faser_backend.openai.requests import Generation
 from faser_backend.openai.tools import CallFinder, FunctionCall
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerPart, AnswerStream, AnswerToken, TextPiece
 from faser_backend.text.tokenizer import TextTokenizer
 

@@ -7,17 +7,17 @@ into the engine shares; its errors get the field names of this API.
 from __future__ import annotations
 
 import secrets
-import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from faser_backend.core.errors import RequestError
-from faser_backend.core.request import Limits, Request, Sampling
+from faser_backend.core.request import Request, Sampling
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ConversationBody, Message, parse, text_of
 from faser_backend.openai.errors import ApiError
 from faser_backend.openai.tools import Guide, ToolForm, answer_guide, form_of, shows_tools, written_out
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.guides import GUIDE, MAX_GUIDE_BYTES
 from faser_backend.text.tokenizer import TextTokenizer, check_length
 
@@ -26,19 +26,6 @@ MAX_DIGITS = 10  # in a token id
 MAX_PREDICTED_TOKENS = 32  # of `prediction`: the engine takes no longer draft from a client
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for completions
 LIMIT_FIELDS = ("max_output_tokens", "max_completion_tokens", "max_tokens")  # the first that is given counts
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model that this server offers."""
-
-    name: str
-    tokenizer: TextTokenizer
-    end_ids: tuple[int, ...]
-    limits: Limits
-    kv_block_size: int
-    max_text_bytes: int  # of a prompt or a conversation, before it is tokenised
-    created: int = field(default_factory=lambda: int(time.time()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,13 +16,12 @@ from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.connections import Connection, open_files
-from faser_backend.openai.requests import ServedModel
 from faser_backend.serving.access import is_loopback
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.parameters import OpenAIOptions
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.tensor_values import default_text_bytes
 
 MAX_KEYS = 1000
 DRAIN_S = 60  # time for streams in flight to end
@@ -83,14 +82,8 @@ def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedMode
     models = served_models(manifest, EngineConfig.from_options(draft=draft))
     prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template)
     tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
-    return ServedModel(
-        name=options.model_name or engine_dir.resolve().name,
-        tokenizer=tokenizer,
-        end_ids=manifest.end_ids,
-        limits=Limits(models.vocab_size, models.max_context),
-        kv_block_size=manifest.kv_block_size,
-        max_text_bytes=options.max_text_bytes or default_text_bytes(models.max_context, tokenizer.longest_token),
-    )
+    name, limits = options.model_name or engine_dir.resolve().name, Limits(models.vocab_size, models.max_context)
+    return ServedModel.of(name, manifest, limits, tokenizer, options.max_text_bytes)
 
 
 def check_server(

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from faser_backend.core.request import Limits
 from faser_backend.serving.request_life import RequestLife
 
 TEXT = "%(levelname)s %(name)s: %(message)s"
@@ -65,16 +64,6 @@ def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
 def about(request_id: str, **fields: Any) -> dict[str, Any]:
     """`extra` of a line that is about a request."""
     return {FIELD: {"request_id": request_id, **fields}}
-
-
-def fitting_max_tokens(value: int, limits: Limits, num_prompt_tokens: int, request_id: str) -> int:
-    """Returns value, clamped with a warning to the room that the context leaves behind a prompt that fits."""
-    room = limits.max_context - num_prompt_tokens
-    if value > room >= 1:
-        message = "max_tokens = %d: %d tokens fit behind the prompt of %d; clamped"
-        _requests.warning(message, value, room, num_prompt_tokens, extra=about(request_id.partition(".")[0]))
-        return room
-    return value
 
 
 def log_request(life: RequestLife) -> None:

@@ -29,15 +29,21 @@ PANIC = "PanicException"  # pyo3's exception, which cannot be imported
 class TextTokenizer:
     """A loaded tokenizer with the prompt format of its checkpoint. Thread-safe."""
 
-    def __init__(self, tokenizer: Tokenizer, prompts: PromptFormat | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompts: PromptFormat | None = None, file: Path | None = None) -> None:
+        """file: of the tokenizer, from which another process can load it."""
         self._tokenizer = tokenizer
-        self._prompts = prompts or PromptFormat()
-        self._chat = self._prompts.renderer()
+        self.prompts = prompts or PromptFormat()
+        self.file = file
+        self._chat = self.prompts.renderer()
 
     @classmethod
     def from_file(cls, path: Path, prompts: PromptFormat | None = None) -> TextTokenizer:
         """Loads a tokenizer. Raises ConfigError naming the file if it is missing or not a tokenizer."""
-        return cls(load_tokenizer(path), prompts)
+        return cls(load_tokenizer(path), prompts, path)
+
+    def adding_special_tokens(self, adds_special_tokens: bool) -> TextTokenizer:
+        """Returns the same tokenizer with PromptFormat.adding_special_tokens applied."""
+        return TextTokenizer(self._tokenizer, self.prompts.adding_special_tokens(adds_special_tokens), self.file)
 
     @property
     def vocab_size(self) -> int:
@@ -61,11 +67,11 @@ class TextTokenizer:
 
     def encode_prompt(self, text: str) -> list[int]:
         """Returns the ids of a plain prompt with the checkpoint's special tokens, the begin token at most once."""
-        token_ids = self.encode(text, add_special_tokens=self._prompts.adds_special_tokens)
+        token_ids = self.encode(text, add_special_tokens=self.prompts.adds_special_tokens)
         begin_id = self._special_id("bos_token")
-        if begin_id is None or not self._prompts.adds_special_tokens:
+        if begin_id is None or not self.prompts.adds_special_tokens:
             return token_ids
-        if self._prompts.adds_begin_token and token_ids[:1] != [begin_id]:
+        if self.prompts.adds_begin_token and token_ids[:1] != [begin_id]:
             return [begin_id, *token_ids]
         if token_ids[:2] == [begin_id, begin_id]:  # the text has its own begin token
             return token_ids[1:]
@@ -96,7 +102,7 @@ class TextTokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        return self._prompts.chat_template
+        return self.prompts.chat_template
 
     def close(self) -> None:
         """Ends the process that renders conversations, if it runs."""
@@ -119,7 +125,7 @@ class TextTokenizer:
             return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
 
     def _special_id(self, name: str) -> int | None:
-        token = self._prompts.special_tokens.get(name)
+        token = self.prompts.special_tokens.get(name)
         return None if token is None else self._tokenizer.token_to_id(token)
 
     @cached_property

@@ -5,11 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from faser_backend.core.errors import ErrorCode, RequestError
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import split_batch
-from faser_backend.triton.link import Hello
-from faser_backend.triton.tensor_io import NamedArray
-from faser_backend.triton.tensor_values import (
+from faser_backend.triton.contract import (
     BAD_WORDS,
     STOP_WORDS,
     WordLimit,
@@ -17,24 +15,28 @@ from faser_backend.triton.tensor_values import (
     read_scalar,
     read_text,
     read_words,
+    refuse_unsupported,
+    split_batch,
     word_ids_array,
 )
-from faser_backend.triton.tensors import Tensors, refuse_unsupported
+from faser_backend.triton.tensor_io import NamedArray
+from faser_backend.triton.tensors import Tensors
 
-MAX_TOKENS = 1 << 20  # that one request may have turned into text
+MAX_TOKENS = 1 << 20  # of one request to `postprocessing`
 
 
-def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list[NamedArray]:
-    """QUERY or MESSAGES [B, 1] and friends -> token ids, padded to the longest row with the pad id.
+def preprocess(tensors: Tensors, model: ServedModel) -> list[NamedArray]:
+    """Turns QUERY or MESSAGES [B, 1] into token ids, padded to the longest row with the pad id. Raises RequestError.
 
-    The decoder's ids, one padding token each, are for clients that pass them on; a decoder-only model reads none.
+    The decoder's ids are one padding token each, for clients that pass them on.
     """
+    tokenizer = model.tokenizer
     refuse_unsupported(tensors)
     rows = [_present(row) for row in split_batch(tensors, ("QUERY", "MESSAGES"))]
-    prompts = [_read_prompt(row, tokenizer, hello.max_text_bytes) for row in rows]
+    prompts = [_read_prompt(row, tokenizer, model.max_text_bytes) for row in rows]
     if any("REQUEST_OUTPUT_LEN" not in row for row in rows):
         raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {len(rows)}")
-    end_ids = _column(rows, "END_ID", hello.end_ids[0] if hello.end_ids else -1)
+    end_ids = _column(rows, "END_ID", model.end_ids[0] if model.end_ids else -1)
     default_pad_id = max(int(end_ids[0, 0]), 0) if tokenizer.pad_id is None else tokenizer.pad_id
     pad_ids = _column(rows, "PAD_ID", default_pad_id)
     input_ids = np.repeat(pad_ids, max(map(len, prompts)), axis=1)
@@ -48,16 +50,16 @@ def preprocess(tensors: Tensors, hello: Hello, tokenizer: TextTokenizer) -> list
         ("REQUEST_INPUT_LEN", np.array([[len(token_ids)] for token_ids in prompts], np.int32)),
         ("REQUEST_DECODER_INPUT_LEN", np.ones((len(rows), 1), np.int32)),
         ("REQUEST_OUTPUT_LEN", _column(rows, "REQUEST_OUTPUT_LEN", 0)),
-        ("EMBEDDING_BIAS", _bias(rows, hello.limits.vocab_size, tokenizer)),
+        ("EMBEDDING_BIAS", _bias(rows, model.limits.vocab_size, tokenizer)),
         ("OUT_END_ID", end_ids),
         ("OUT_PAD_ID", pad_ids),
     ]
 
 
 def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tokens: bool = True) -> list[NamedArray]:
-    """TOKENS_BATCH [B, beams, n] + SEQUENCE_LENGTH [B, beams] -> OUTPUT [B * beams].
+    """Turns TOKENS_BATCH [B, beams, n] and SEQUENCE_LENGTH [B, beams] into OUTPUT [B * beams]. Raises RequestError.
 
-    Ids beyond a sequence's length are padding, whatever they are.
+    Ids beyond a sequence's length are ignored.
     """
     for name in ("TOKENS_BATCH", "SEQUENCE_LENGTH"):
         if name not in tensors:
@@ -80,7 +82,7 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tok
 
 
 def _present(row: Tensors) -> Tensors:
-    """Empty tensors are none."""
+    """Returns the tensors that are not empty."""
     return {name: array for name, array in row.items() if array.size}
 
 
@@ -96,12 +98,12 @@ def _read_prompt(row: Tensors, tokenizer: TextTokenizer, max_bytes: int) -> list
 
 
 def _column(rows: list[Tensors], name: str, default: int) -> np.ndarray:
-    """INT32 [B, 1]: the client's, else the default."""
+    """Returns INT32 [B, 1]: the client's values, else the default."""
     return np.array([[read_scalar(row, name, default=default)] for row in rows], np.int32)
 
 
 def _words(rows: list[Tensors], name: str, limit: WordLimit, tokenizer: TextTokenizer) -> np.ndarray:
-    """[B, 2, n]; rows with fewer ids are padded with 0 and end offsets with -1."""
+    """Returns word ids [B, 2, n]. Ids are padded with 0, ends with -1."""
     words = [word_ids_array(tokenizer.encode_words(name, read_words(row, name, limit))) for row in rows]
     array = np.zeros((len(rows), 2, max(ids.shape[1] for ids in words)), np.int32)
     array[:, 1] = -1
@@ -111,7 +113,7 @@ def _words(rows: list[Tensors], name: str, limit: WordLimit, tokenizer: TextToke
 
 
 def _bias(rows: list[Tensors], vocab_size: int, tokenizer: TextTokenizer) -> np.ndarray:
-    """[B, vocab_size], or [B, 0] where no row has a bias."""
+    """Returns biases [B, vocab_size], or [B, 0] if no row has one."""
     biases = [bias_by_words(row, "EMBEDDING_BIAS_WORDS", "EMBEDDING_BIAS_WEIGHTS", tokenizer) or {} for row in rows]
     array = np.zeros((len(rows), vocab_size if any(biases) else 0), np.float32)
     for row, bias in enumerate(biases):

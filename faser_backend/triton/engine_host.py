@@ -1,4 +1,4 @@
-"""The engine of one process as the server sees it: built from options, stepped, measured, closed."""
+"""Opens the engine of a served model from the options, and closes it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.parameters import ServingOptions
-from faser_backend.text.guides import GuideCompiler
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
-from faser_backend.triton.link import Hello
-from faser_backend.triton.long_texts import SeparateTokenizer
+from faser_backend.triton.link import Handshake
 from faser_backend.triton.metrics import MetricReporter
-from faser_backend.triton.tensor_values import default_text_bytes
+from faser_backend.triton.separate_tokenizer import SeparateTokenizer
 
 
 class EngineHost:
-    """Owns the loop. Raises ManifestError, ConfigError or FaserError where the engine cannot be served."""
+    """Owns the engine's loop. Raises ManifestError, ConfigError or FaserError if the engine cannot be served."""
 
     def __init__(
         self,
@@ -35,28 +34,22 @@ class EngineHost:
         if options.max_tokens_in_paged_kv_cache is not None and config.num_kv_blocks is None:
             num_blocks = max(1, options.max_tokens_in_paged_kv_cache // manifest.kv_block_size)
             config = config.model_copy(update={"num_kv_blocks": num_blocks})
-        tokenizer_file = engine_dir.resolve() / manifest.tokenizer.name
+        folder = engine_dir.resolve()
         prompts = PromptFormat.load(
             engine_dir,
             manifest,
             chat_template_file=options.chat_template,
             adds_special_tokens=options.add_special_tokens,
         )
-        self.tokenizer = SeparateTokenizer(tokenizer_file, prompts)
+        self._tokenizer = SeparateTokenizer(folder / manifest.tokenizer.name, prompts)
         engine, prepare = open_engine(engine_dir, config)
-        self.hello = Hello(
-            tokenizer_file=tokenizer_file,
-            limits=engine.limits,
-            end_ids=manifest.end_ids,
+        self.handshake = Handshake(
+            ServedModel.of(folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes),
             max_queue_size=config.max_queue_size,
             out_of_vocab=options.out_of_vocab,
             excludes_input=options.exclude_input_in_output,
             cancellation_period_s=min(options.cancellation_check_period_ms, 100) / 1e3,
-            prompts=prompts,
-            kv_block_size=manifest.kv_block_size,
             takes_stop_requests=options.stop_requests != "off",
-            max_text_bytes=options.max_text_bytes
-            or default_text_bytes(engine.limits.max_context, self.tokenizer.longest_token),
         )
         self.loop = EngineLoop(
             engine,
@@ -66,9 +59,9 @@ class EngineHost:
             on_finished=reporter.observe,
             on_stopped=on_stopped,
             beat=beat,
-            guides=GuideCompiler(tokenizer_file, engine.limits.vocab_size, manifest.end_ids),
+            guides=self.handshake.model.guide_compiler(),
         )
 
     def close(self) -> None:
         self.loop.close()
-        self.tokenizer.close()
+        self._tokenizer.close()

@@ -1,8 +1,9 @@
-"""The frontend of one model: takes requests, tokenises, and answers from a single sender thread.
+"""The frontend of one model: reads requests, submits them to the engine, and answers from a single sender thread.
 
-The sender takes everything that has piled up, merges it per sequence, detokenises and sends one response per
-sequence: a slow server makes fewer, larger responses, never a queue. A second thread polls for cancelled clients.
-Knows Triton only through `Responder` (wire.py).
+The sender takes all outputs that wait, merges them per sequence, detokenises and sends one response per sequence: a
+slow server makes fewer, larger responses, and no queue grows. A second thread polls for cancelled clients. Requests
+with short texts are read on the caller's thread, in order; long texts on two other threads, so that tokenising one
+delays nobody else. Triton is behind `Responder` (tensor_io.py).
 """
 
 from __future__ import annotations
@@ -14,51 +15,59 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import Empty
 
-from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, RequestError, blamed
+from faser_backend.core.errors import (
+    SHUTTING_DOWN,
+    ErrorCode,
+    Failure,
+    FaserError,
+    QueueFullError,
+    RequestError,
+    UnavailableError,
+    blamed,
+)
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.serving.log_format import about
 from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
-from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import is_stop_request
-from faser_backend.triton.link import EngineLink, Hello
-from faser_backend.triton.long_texts import LongTexts
-from faser_backend.triton.tensor_io import Reply, merge
+from faser_backend.triton.contract import is_stop_request, num_text_bytes
+from faser_backend.triton.link import EngineLink, Handshake
+from faser_backend.triton.tensor_io import InflightBatcherWire, Reply, Responder, merge
 from faser_backend.triton.tensors import Tensors
-from faser_backend.triton.wire import InflightBatcherWire, Responder
 
 _log = logging.getLogger(__name__)
 DRAIN_POLL_S = 0.02
 BEAT_S = 1.0
+LONG_TEXT_BYTES = 16 << 10  # tokenised in 5 to 10 ms
+NUM_READERS = 2  # threads that read long texts
 
 
 @dataclass(slots=True, eq=False)
 class _Exchange:
-    """One Triton request under way: where its answers go, and the sequences that make them."""
+    """One Triton request in progress: its responder and its sequences."""
 
     responder: Responder
-    replies: dict[str, Reply]  # by request id of the engine, prompt by prompt
+    replies: dict[str, Reply]  # by the engine's request id, ordered by prompt
     life: RequestLife
-    open_ids: set[str]  # of sequences that have not ended
-    is_ending: bool = False  # a cancel is under way in the engine
+    open_ids: set[str]  # sequences that have not ended
+    is_ending: bool = False  # its cancellation was sent to the engine
     is_failed: bool = False
 
 
 class Frontend:
     """Serves the requests of one model until `close`. Thread-safe.
 
-    on_answered: called with every request that was answered without an error, on the sender thread.
-    listeners: called with every request that has ended, refused ones too; on any of the frontend's threads.
-    beat: called by the sender in every round, and every second without outputs.
+    on_answered: called on the sender thread with every request that was answered without an error.
+    listeners: called with every request that has ended, refused ones too, on any of the frontend's threads.
+    beat: called by the sender in every iteration, and every second without outputs.
     """
 
     def __init__(
         self,
         link: EngineLink,
-        hello: Hello,
-        tokenizer: TextTokenizer,
+        handshake: Handshake,
         *,
         is_decoupled: bool,
         wire: InflightBatcherWire | None = None,
@@ -68,18 +77,17 @@ class Frontend:
     ) -> None:
         self._wire = wire or InflightBatcherWire()
         self._link = link
-        self._hello = hello
-        self._tokenizer = tokenizer
+        self._handshake = handshake
         self._is_decoupled = is_decoupled
         self._on_answered = on_answered
         self._listeners = listeners
         self._beat = beat
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._live: dict[str, _Exchange] = {}  # by request id of the engine
-        self._stopping: set[str] = set()  # sequences whose text has met a stop string
+        self._live: dict[str, _Exchange] = {}  # by the engine's request id
+        self._stopping: set[str] = set()  # sequences whose text a stop string has ended
         self._closing = threading.Event()
-        self._long_texts = LongTexts(hello.max_queue_size)
+        self._long_texts = LongTexts(handshake.max_queue_size)
         self._threads = [
             threading.Thread(target=self._run_sender, name="sender", daemon=True),
             threading.Thread(target=self._run_canceller, name="canceller", daemon=True),
@@ -90,7 +98,7 @@ class Frontend:
     def handle(
         self, tensors: Tensors, client_id: str, responder: Responder, context: Mapping[str, str] | None = None
     ) -> None:
-        """Starts one request, or executes a stop request. Every failure is answered here, never raised.
+        """Starts one request, or executes a stop request. Every failure is sent to the responder, none is raised.
 
         context: the client's trace headers.
         """
@@ -107,11 +115,9 @@ class Frontend:
             if is_stop_request(tensors):
                 self._stop(life.client_id, responder)
                 return
-            parsed = self._wire.parse(
-                tensors, life.request_id, self._hello, self._tokenizer, is_decoupled=self._is_decoupled
-            )
-            requested = responder.requested_outputs
-            replies = {one.request.request_id: self._wire.reply(one, requested, self._tokenizer) for one in parsed}
+            parsed = self._wire.parse(tensors, life.request_id, self._handshake, is_decoupled=self._is_decoupled)
+            requested, tokenizer = responder.requested_outputs, self._handshake.model.tokenizer
+            replies = {one.request.request_id: self._wire.reply(one, requested, tokenizer) for one in parsed}
             life.parsed_ns, life.num_prompts = time.perf_counter_ns(), parsed[0].batch_size
             exchange = _Exchange(responder, replies, life, set(replies))
             if self._listeners:
@@ -121,24 +127,24 @@ class Frontend:
             for one in parsed:
                 self._link.submit(one.request, life.client_id)
             life.submitted_ns = time.perf_counter_ns()
-            if exchange.is_failed:  # by a refusal of its first sequences, while the others were still on their way
+            if exchange.is_failed:  # a first sequence was refused before the others were submitted
                 self._cancel(list(replies))
         except Exception as error:
             self._refuse(exchange, life, responder, error)
 
     @property
     def num_live(self) -> int:
-        """Sequences under way."""
+        """Sequences in progress."""
         return len(self._live)
 
     def drain(self) -> None:
-        """Waits until every request has been answered."""
+        """Waits until every request is answered."""
         self._long_texts.drain()
         while self._live:
             time.sleep(DRAIN_POLL_S)
 
     def close(self) -> None:
-        """Ends the threads; requests that still run are failed."""
+        """Ends the threads and fails the requests that still run."""
         self._closing.set()
         self._long_texts.close()
         self._link.close()
@@ -146,8 +152,8 @@ class Frontend:
         self._fail_all(SHUTTING_DOWN)
 
     def _stop(self, client_id: str, responder: Responder) -> None:
-        if not self._hello.takes_stop_requests:
-            limit = "stop requests are off (--stop-requests): they would end anybody's request; cancel the call instead"
+        if not self._handshake.takes_stop_requests:
+            limit = "--stop-requests is off, as they can end other clients' requests; cancel the call instead"
             raise RequestError("stop", True, limit)
         if not client_id:
             raise RequestError("stop", True, self._wire.missing_stop_id)
@@ -158,29 +164,29 @@ class Frontend:
         if isinstance(error, FaserError):
             failure = error.failure
         else:
-            _log.exception("a request could not be taken", extra=about(life.request_id))
+            _log.exception("a request could not be started", extra=about(life.request_id))
             failure = Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
         if exchange is not None:
             self._abandon(exchange, failure.message)
         else:
-            self._tell(life, failure.message)
+            self._notify(life, failure.message)
         responder.fail(failure)
 
-    def _tell(self, life: RequestLife, error: str = "") -> None:
-        """Tells the listeners of a request that has ended, once."""
+    def _notify(self, life: RequestLife, error: str = "") -> None:
+        """Calls the listeners with a request that has ended, once."""
         if life.ended_ns:
             return
         life.ended_ns, life.error = time.perf_counter_ns(), error
         for listener in self._listeners:
             try:
                 listener(life)
-            except Exception:  # whoever listens, the request is answered
-                _log.exception("a listener failed for a request that has ended", extra=about(life.request_id))
+            except Exception:  # the request is answered all the same
+                _log.exception("a listener failed for an ended request", extra=about(life.request_id))
 
     def _abandon(self, exchange: _Exchange, error: str) -> None:
-        """Forgets a request that is answered with an error; what of it still runs is cancelled."""
+        """Forgets a request that is answered with an error, and cancels its running sequences."""
         exchange.is_failed = True
-        self._tell(exchange.life, error)
+        self._notify(exchange.life, error)
         with self._lock:
             left = [request_id for request_id in exchange.open_ids if self._live.pop(request_id, None) is not None]
             self._stopping.difference_update(left)
@@ -188,7 +194,7 @@ class Frontend:
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            with contextlib.suppress(FaserError):  # the engine is gone, which the sender learns by itself
+            with contextlib.suppress(FaserError):  # the engine is gone: the sender notices too
                 self._link.cancel(request_id)
 
     # -- the sender thread ------------------------------------------------------------------------
@@ -221,7 +227,7 @@ class Frontend:
                     self._take(exchange, output)
                     touched[output.request_id] = output
                 except Exception as error:
-                    self._give_up(output.request_id, exchange, error)
+                    self._fail(output.request_id, exchange, error)
         for request_id, output in touched.items():
             exchange = self._live.get(request_id)
             if exchange is None:  # another sequence of the same request has failed it
@@ -229,7 +235,7 @@ class Frontend:
             try:
                 self._respond(request_id, exchange, output)
             except Exception as error:
-                self._give_up(request_id, exchange, error)
+                self._fail(request_id, exchange, error)
 
     def _take(self, exchange: _Exchange, output: EngineOutput) -> None:
         start_ns = time.perf_counter_ns()
@@ -238,8 +244,8 @@ class Frontend:
             exchange.life.sequences[output.request_id].add(output, start_ns)
         exchange.life.postprocessing_ns += time.perf_counter_ns() - start_ns
 
-    def _give_up(self, request_id: str, exchange: _Exchange, error: Exception) -> None:
-        """Ends a request whose answer cannot be made or sent. Nobody else must notice."""
+    def _fail(self, request_id: str, exchange: _Exchange, error: Exception) -> None:
+        """Fails a request whose answer cannot be made or sent. Others are unaffected."""
         _log.exception("a response could not be made or sent", extra=about(request_id))
         failure = blamed("text_output", error)
         self._abandon(exchange, failure.message)
@@ -254,11 +260,11 @@ class Frontend:
         if reply.is_stopped and request_id not in self._stopping:
             self._stopping.add(request_id)
             self._link.stop(request_id)
-        if reply.parsed.is_streaming and reply.has_news:
+        if reply.parsed.is_streaming and reply.has_new_output:
             self._send(exchange, [reply], is_final=False)
 
     def _finish(self, request_id: str, exchange: _Exchange, last: EngineOutput) -> None:
-        """The last output of one sequence. The last sequence of a request ends its exchange."""
+        """Ends one sequence, and with the last one its exchange."""
         with self._lock:
             self._live.pop(request_id, None)
             self._stopping.discard(request_id)
@@ -277,11 +283,11 @@ class Frontend:
         elif is_last:
             self._send(exchange, list(exchange.replies.values()), is_final=True)
         if is_last:
-            self._tell(exchange.life)
+            self._notify(exchange.life)
             self._on_answered(exchange.life)
 
     def _send(self, exchange: _Exchange, replies: list[Reply], *, is_final: bool) -> None:
-        """One response that tells what is new in the replies, of which several are merged."""
+        """Sends one response with the new output of these replies, merged if they are several."""
         start_ns = time.perf_counter_ns()
         rendered = [reply.render() for reply in replies]
         arrays = rendered[0] if len(rendered) == 1 else merge(rendered, replies[0].parsed.batch_size)
@@ -294,32 +300,82 @@ class Frontend:
         with self._lock:
             exchanges, self._live = set(self._live.values()), {}
         for exchange in exchanges:
-            self._tell(exchange.life, message)
+            self._notify(exchange.life, message)
             try:
                 exchange.responder.fail(Failure(ErrorCode.UNAVAILABLE, message))
-            except Exception:  # the others must be told all the same
+            except Exception:  # the others are still failed
                 _log.exception("a failure could not be sent")
 
     # -- the canceller thread ---------------------------------------------------------------------
 
     def _run_canceller(self) -> None:
-        period_s = self._hello.cancellation_period_s
+        period_s = self._handshake.cancellation_period_s
         while not self._closing.wait(period_s):
             started_s = time.monotonic()
             with self._lock:
                 exchanges = set(self._live.values())
             for exchange in exchanges:
-                if not exchange.is_ending and _has_left(exchange.responder):
+                if not exchange.is_ending and _is_cancelled(exchange.responder):
                     exchange.is_ending = True
                     self._cancel(list(exchange.open_ids))
             if time.monotonic() - started_s > 10 * period_s:
-                _log.warning("polling %d requests for cancellation took over %.1f s", len(exchanges), 10 * period_s)
+                _log.warning(
+                    "polling %d requests for cancellation took longer than %.1f s", len(exchanges), 10 * period_s
+                )
 
 
-def _has_left(responder: Responder) -> bool:
-    """Whether the client has cancelled, or cannot be asked."""
+def _is_cancelled(responder: Responder) -> bool:
+    """Tells whether the client has cancelled, or its state cannot be read."""
     try:
         return responder.is_cancelled()
     except Exception:
-        _log.exception("a request could not be asked whether it is cancelled")
+        _log.exception("a request's cancellation state could not be read; it is cancelled")
         return True
+
+
+class LongTexts:
+    """Runs the reading of requests: short texts at once, long ones on threads of its own. Thread-safe."""
+
+    def __init__(self, max_waiting: int) -> None:
+        """max_waiting: long texts that may wait; 0: any number."""
+        self._max_waiting = max_waiting
+        self._pool = ThreadPoolExecutor(NUM_READERS, "long-texts")
+        self._lock = threading.Lock()
+        self._num_waiting = 0
+
+    def run(self, tensors: Tensors, read: Callable[[], None]) -> None:
+        """Calls read, which handles its own errors, now or later.
+
+        Raises QueueFullError if too many long texts wait, and UnavailableError once closed.
+        """
+        if num_text_bytes(tensors) <= LONG_TEXT_BYTES:
+            read()
+            return
+        with self._lock:
+            if self._max_waiting and self._num_waiting >= self._max_waiting:
+                raise QueueFullError(self._max_waiting)
+            self._num_waiting += 1
+        try:
+            self._pool.submit(self._read, read)
+        except RuntimeError:  # the pool is closed
+            with self._lock:
+                self._num_waiting -= 1
+            raise UnavailableError(SHUTTING_DOWN) from None
+
+    def drain(self) -> None:
+        """Waits until every long text is read."""
+        while self._num_waiting:
+            time.sleep(DRAIN_POLL_S)
+
+    def close(self) -> None:
+        """Refuses further long texts; waiting ones are still read."""
+        self._pool.shutdown()
+
+    def _read(self, read: Callable[[], None]) -> None:
+        try:
+            read()
+        except Exception:
+            _log.exception("a request with a long text failed unanswered")
+        finally:
+            with self._lock:
+                self._num_waiting -= 1

@@ -1,15 +1,16 @@
-"""How a front end in another process reaches the engine: a Unix socket, calls one way and news the other.
+"""Connects a frontend in another process to the engine: a Unix socket, commands one way and events the other.
 
-Triton forwards a cancelled request only to the model that the client called: inside an ensemble the
-running step never hears of it. So every text model has a frontend and a process of its own, which
-tokenises, detokenises and answers; token ids cross this link. Messages are plain data (packing.py) in
-frames of limited size; the socket lies in a folder that only this user can enter.
+Triton forwards a cancelled request only to the model that the client called: inside an ensemble the running step would
+never learn of it. So every text model is a process with a frontend that tokenises, detokenises and answers, and token
+ids cross this link. Messages are MessagePack in frames of limited size, read back against the types that the reader
+expects: nothing in them can execute. The socket lies in a folder that only this user can enter.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import socket
 import stat
@@ -17,48 +18,53 @@ import struct
 import tempfile
 import threading
 import time
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from enum import Enum
+from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Literal
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+import msgpack
+import numpy as np
 
 from faser_backend.core.errors import ConfigError, ErrorCode, FailedError, Failure, FaserError, UnavailableError, blamed
-from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
+from faser_backend.core.request import EngineOutput, FinishReason, Request
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
-from faser_backend.triton.packing import PackingError, pack, unpack
-from faser_backend.triton.tensor_values import MIN_TEXT_BYTES
+from faser_backend.text.tokenizer import TextTokenizer
 
+T = TypeVar("T")
+_Reader = Callable[[Any, str], Any]  # (plain value, its name in errors) -> value
+ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float32"})
 _log = logging.getLogger(__name__)
-LEAVE_POLL_S = 0.02
-CLOSE_S = 1.0  # for a frontend to take what it is sent last
+DISCONNECT_POLL_S = 0.02
+CLOSE_S = 1.0  # for a frontend to receive its last outputs
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
-MAX_CALL_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and all that may come with it
-MAX_NEWS_BYTES = 3 << 30  # of a frame from it: the logits of one output
+MAX_COMMAND_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and its fields
+MAX_EVENT_BYTES = 3 << 30  # of a frame from the engine: the logits of one output
 _LENGTH = struct.Struct(">Q")
-_CHUNK = 1 << 20  # memory is taken as bytes arrive, not as a header promises them
+_CHUNK = 1 << 20  # memory grows with the bytes received, not with the length in a header
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """Describes the engine to a frontend; sent once per connection."""
+class Handshake:
+    """The served model and the server's options, sent to a frontend once per connection."""
 
-    tokenizer_file: Path
-    limits: Limits
-    end_ids: tuple[int, ...]
+    model: ServedModel
     max_queue_size: int
     out_of_vocab: Literal["reject", "clamp"]
     excludes_input: bool
     cancellation_period_s: float
-    prompts: PromptFormat = field(default_factory=PromptFormat)
-    kv_block_size: int = 16
-    max_text_bytes: int = MIN_TEXT_BYTES  # of one prompt or conversation, before it is tokenised
     takes_stop_requests: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A command of a frontend. id: the request's, or the client's for submit and stop_client."""
+class Command:
+    """A frontend's command. id: of the request, or of the client for submit and stop_client."""
 
     verb: Literal["submit", "cancel", "stop", "stop_client"]
     id: str
@@ -66,16 +72,16 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
-    """A message of the engine to a frontend: hello once, then outputs; an error before it hangs up."""
+class Event:
+    """The engine's message to a frontend: the handshake once, then outputs, or an error before it disconnects."""
 
-    hello: Hello | None = None
+    handshake: Handshake | None = None
     outputs: list[EngineOutput] = field(default_factory=list)
     error: Failure | None = None
 
 
 class FrameError(FaserError):
-    """A frame is longer than may be, or ends before it is whole."""
+    """A frame is too long, or its stream ends inside it."""
 
     code = ErrorCode.INTERNAL
 
@@ -87,7 +93,7 @@ class FrameError(FaserError):
 
 
 class FrameSocket:
-    """One end. `send` is thread-safe; one thread receives."""
+    """One end of a connection. `send` is thread-safe; one thread receives."""
 
     def __init__(self, stream: socket.socket, *, max_received: int, max_sent: int) -> None:
         """max_received, max_sent: bytes of one frame."""
@@ -96,7 +102,7 @@ class FrameSocket:
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Raises FrameError for a frame that is too long, and OSError where the other end is gone."""
+        """Raises FrameError if the frame is too long, and OSError if the other end has closed."""
         if len(data) > self._max_sent:
             raise FrameError.too_long(len(data), self._max_sent)
         with self._lock:
@@ -105,8 +111,8 @@ class FrameSocket:
                 self._stream.sendall(data)
 
     def receive(self) -> bytes | None:
-        """The next frame; None where the other end has closed between two. Raises FrameError and OSError."""
-        header = self._take(_LENGTH.size)
+        """Returns the next frame, or None if the other end has closed between frames. Raises FrameError and OSError."""
+        header = self._receive_bytes(_LENGTH.size)
         if not header:
             return None
         if len(header) < _LENGTH.size:
@@ -114,19 +120,19 @@ class FrameSocket:
         (length,) = _LENGTH.unpack(header)
         if length > self._max_received:
             raise FrameError.too_long(length, self._max_received)
-        data = self._take(length)
+        data = self._receive_bytes(length)
         if len(data) < length:
             raise FrameError(f"frame: ends after {len(data)} of {length} bytes")
         return bytes(data)
 
     def close(self) -> None:
-        """Ends the connection; a `receive` that waits on another thread returns."""
+        """Ends the connection. A `receive` on another thread returns."""
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
 
-    def _take(self, length: int) -> bytearray:
-        """`length` bytes, or fewer at the end of the stream."""
+    def _receive_bytes(self, length: int) -> bytearray:
+        """Returns `length` bytes, or fewer at the end of the stream."""
         taken = bytearray()
         while len(taken) < length:
             part = self._stream.recv(min(length - len(taken), _CHUNK))
@@ -137,7 +143,7 @@ class FrameSocket:
 
 
 def socket_path(server_pid: int) -> Path:
-    """The socket of the engine under one Triton server process. Raises ConfigError on an unsafe folder."""
+    """Returns the path of a Triton server's engine socket. Raises ConfigError if its folder is unsafe."""
     base = tempfile.gettempdir()
     folder = Path(base if len(base) < MAX_SOCKET_PATH - 40 else "/tmp") / f"faser-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -148,14 +154,14 @@ def socket_path(server_pid: int) -> Path:
 
 
 def remove_stale_sockets(folder: Path) -> None:
-    """Removes what servers that were killed have left behind."""
+    """Removes the sockets of servers that no longer run."""
     for path in folder.glob("engine-*"):
         if not Path("/proc", path.stem.removeprefix("engine-")).exists():
             path.unlink(missing_ok=True)
 
 
 def socket_id(path: Path) -> tuple[int, ...]:
-    """Returns what distinguishes an engine's socket from another in its place; empty where there is none."""
+    """Returns an id that changes when another engine's socket takes this path. Empty: there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -164,18 +170,18 @@ def socket_id(path: Path) -> tuple[int, ...]:
 
 
 class LinkServer:
-    """Accepts frontends and gives each a subscription of its own.
+    """Accepts frontends and gives each its own subscription to the engine.
 
-    The socket takes the place of that of an engine before this one, whose frontends then move here.
+    Its socket replaces an earlier engine's at the same path, and the frontends of that engine reconnect here.
     """
 
-    def __init__(self, loop: EngineLoop, hello: Hello, path: Path) -> None:
+    def __init__(self, loop: EngineLoop, handshake: Handshake, path: Path) -> None:
         self._loop = loop
-        self._hello = hello
+        self._handshake = handshake
         self._path = path
         self._served: list[tuple[Subscription, threading.Thread]] = []
         self._lock = threading.Lock()
-        self._num_linked = 0  # frontends
+        self._num_frontends = 0
         remove_stale_sockets(path.parent)
         fresh = path.with_suffix(".new")
         fresh.unlink(missing_ok=True)
@@ -188,19 +194,21 @@ class LinkServer:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another engine listens in this one's place."""
+        """Whether another engine's socket has replaced this one."""
         return socket_id(self._path) not in ((), self._id)
 
-    def wait_left(self, timeout_s: float) -> None:
-        """Waits until every frontend has moved to the engine in this one's place and has its last answer from here."""
+    def wait_for_disconnects(self, timeout_s: float) -> None:
+        """Waits until every frontend has its last answer and has disconnected, to use the new engine."""
         deadline_s = time.monotonic() + timeout_s
-        while self._num_linked and time.monotonic() < deadline_s:
-            time.sleep(LEAVE_POLL_S)
-        if self._num_linked:
-            _log.warning("%d frontends are still here after %.0f s; they are hung up on", self._num_linked, timeout_s)
+        while self._num_frontends and time.monotonic() < deadline_s:
+            time.sleep(DISCONNECT_POLL_S)
+        if self._num_frontends:
+            _log.warning(
+                "disconnecting %d frontends that still wait for answers after %.0f s", self._num_frontends, timeout_s
+            )
 
     def close(self) -> None:
-        """Takes no more frontends; those that are there are sent what there is for them."""
+        """Accepts no more frontends, and ends each connection after its pending outputs."""
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self._listener.close()
@@ -216,43 +224,43 @@ class LinkServer:
                 stream, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            frames = FrameSocket(stream, max_received=MAX_CALL_BYTES, max_sent=MAX_NEWS_BYTES)
+            frames = FrameSocket(stream, max_received=MAX_COMMAND_BYTES, max_sent=MAX_EVENT_BYTES)
             subscription = self._loop.subscribe()
             reader, writer = (
                 threading.Thread(target=target, args=(frames, subscription), name="link", daemon=True)
                 for target in (self._read, self._write)
             )
             self._served.append((subscription, writer))
-            self._count_linked(1)
+            self._count_frontends(1)
             reader.start()
             writer.start()
 
-    def _count_linked(self, change: int) -> None:
+    def _count_frontends(self, change: int) -> None:
         with self._lock:
-            self._num_linked += change
+            self._num_frontends += change
 
     def _read(self, frames: FrameSocket, subscription: Subscription) -> None:
         try:
             while (data := frames.receive()) is not None:
-                self._execute(subscription, unpack(Call, data))
+                self._execute(subscription, unpack(Command, data))
         except (FrameError, PackingError) as error:
-            # Whoever writes such frames is no frontend of this version: it is told, and hung up on.
-            _log.warning("a frontend was hung up on: %s", error)
+            # The peer is no frontend of this version.
+            _log.warning("disconnecting a frontend that sent an invalid frame: %s", error)
             with contextlib.suppress(FaserError, OSError):
-                frames.send(pack(News(error=error.failure)))
+                frames.send(pack(Event(error=error.failure)))
         except OSError:
             pass
         frames.close()
-        self._count_linked(-1)
-        subscription.close()  # the frontend is gone: its requests give back their blocks
+        self._count_frontends(-1)
+        subscription.close()  # its requests free their KV blocks
 
-    def _execute(self, subscription: Subscription, call: Call) -> None:
-        if call.verb == "submit":
-            if call.request is None:
-                raise PackingError("Call.request = None: submit needs a request")
-            self._submit(subscription, call.request, call.id)
+    def _execute(self, subscription: Subscription, command: Command) -> None:
+        if command.verb == "submit":
+            if command.request is None:
+                raise PackingError("Command.request = None: submit needs a request")
+            self._submit(subscription, command.request, command.id)
         else:
-            getattr(subscription, call.verb)(call.id)  # one of three names: unpack has checked it
+            getattr(subscription, command.verb)(command.id)  # one of three names: unpack has checked it
 
     def _submit(self, subscription: Subscription, request: Request, client_id: str) -> None:
         try:
@@ -263,15 +271,15 @@ class LinkServer:
 
     def _write(self, frames: FrameSocket, subscription: Subscription) -> None:
         try:
-            self._tell(frames, subscription)
-        except FaserError as error:  # the frontend would wait for ever for what cannot be sent
-            _log.error("a frontend was hung up on: %s", error)
+            self._send_events(frames, subscription)
+        except FaserError as error:  # the frontend would wait forever for an event that cannot be sent
+            _log.error("disconnecting a frontend, as an event cannot be sent to it: %s", error)
             frames.close()
         except OSError:
-            pass  # the reader notices that the frontend is gone and ends this queue
+            pass  # the frontend is gone: the reader thread ends this queue
 
-    def _tell(self, frames: FrameSocket, subscription: Subscription) -> None:
-        frames.send(pack(News(hello=self._hello)))
+    def _send_events(self, frames: FrameSocket, subscription: Subscription) -> None:
+        frames.send(pack(Event(handshake=self._handshake)))
         while (batch := subscription.outputs.get()) is not None:
             while not subscription.outputs.empty() and not _has_logits(batch):
                 more = subscription.outputs.get()
@@ -279,22 +287,22 @@ class LinkServer:
                     return
                 batch = batch + more
             if not _has_logits(batch):
-                frames.send(pack(News(outputs=batch)))
+                frames.send(pack(Event(outputs=batch)))
                 continue
             for output in batch:
                 try:
-                    frames.send(pack(News(outputs=[output])))
+                    frames.send(pack(Event(outputs=[output])))
                 except OSError:
                     raise
-                except Exception as error:  # its logits are more than a frame or memory holds, and nothing was sent
+                except Exception as error:  # its logits exceed a frame or the memory; nothing was sent
                     subscription.cancel(output.request_id)
                     failed = EngineOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
                     failed.error = blamed(_logits_field(output), error)
-                    frames.send(pack(News(outputs=[failed])))
+                    frames.send(pack(Event(outputs=[failed])))
 
 
 def _has_logits(batch: list[EngineOutput]) -> bool:
-    """Outputs with logits take frames of their own, so that no frame holds those of two."""
+    """Tells whether a batch holds logits, of which a frame takes one output's alone."""
     return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
 
 
@@ -303,57 +311,57 @@ def _logits_field(output: EngineOutput) -> str:
 
 
 class SocketLink:
-    """A frontend's end. Raises UnavailableError if no engine answers within `timeout_s`, or FaserError with what the
-    engine's end has to say."""
+    """A frontend's end of the link. Raises UnavailableError if no engine answers within `timeout_s`, or the FaserError
+    that the engine sends."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
         self._frames = _connect(path, timeout_s)
         self._failure: FaserError | None = None
-        hello = self._receive()
-        if hello is None or hello.hello is None:
-            raise UnavailableError(f"the engine at {path} hung up before it said anything")
-        self.hello: Hello = hello.hello
+        event = self._receive()
+        if event is None or event.handshake is None:
+            raise UnavailableError(f"the engine at {path} closed the connection without a handshake")
+        self.handshake: Handshake = event.handshake
         threading.Thread(target=self._read, name="link-read", daemon=True).start()
 
     def submit(self, request: Request, client_id: str) -> None:
-        """Raises RequestError where the request cannot be sent, or what the engine's end said before it hung up."""
-        self._send(Call("submit", client_id, request))
+        """Raises FaserError if the request cannot be sent, or the error with which the engine closed the link."""
+        self._send(Command("submit", client_id, request))
 
     def cancel(self, request_id: str) -> None:
-        self._send(Call("cancel", request_id))
+        self._send(Command("cancel", request_id))
 
     def stop(self, request_id: str) -> None:
-        self._send(Call("stop", request_id))
+        self._send(Command("stop", request_id))
 
     def stop_client(self, client_id: str) -> None:
-        self._send(Call("stop_client", client_id))
+        self._send(Command("stop_client", client_id))
 
     def close(self) -> None:
         self._frames.close()
 
-    def _send(self, call: Call) -> None:
+    def _send(self, command: Command) -> None:
         if self._failure is not None:
             raise self._failure
         try:
-            self._frames.send(pack(call))
+            self._frames.send(pack(command))
         except OSError as error:
             raise UnavailableError(f"the engine process is gone ({error})") from None
 
-    def _receive(self) -> News | None:
-        """None once the engine has hung up. Raises what it said before."""
+    def _receive(self) -> Event | None:
+        """Returns the next event, or None once the engine has closed the link. Raises the engine's error."""
         data = self._frames.receive()
         if data is None:
             return None
-        news = unpack(News, data)
-        if news.error is not None:
-            raise FailedError(news.error)
-        return news
+        event = unpack(Event, data)
+        if event.error is not None:
+            raise FailedError(event.error)
+        return event
 
     def _read(self) -> None:
         try:
-            while (news := self._receive()) is not None:
-                self.outputs.put(news.outputs)
+            while (event := self._receive()) is not None:
+                self.outputs.put(event.outputs)
         except FaserError as error:
             _log.warning("the link to the engine ended: %s", error)
             self._failure = error
@@ -362,8 +370,8 @@ class SocketLink:
         self.outputs.put(None)
 
 
-# How a frontend reaches the engine: in its process, or behind a socket. `outputs` yields lists of EngineOutput, None
-# once the engine is gone. Refusals arrive there too (finish reason ERROR) or are raised by `submit`.
+# A frontend's engine, in its own process or behind a socket. `outputs` yields lists of EngineOutput, and None once the
+# engine is gone. Refusals arrive there too (finish reason ERROR), or `submit` raises them.
 EngineLink = Subscription | SocketLink
 
 
@@ -373,10 +381,209 @@ def _connect(path: Path, timeout_s: float) -> FrameSocket:
         stream = socket.socket(socket.AF_UNIX)
         try:
             stream.connect(str(path))
-            return FrameSocket(stream, max_received=MAX_NEWS_BYTES, max_sent=MAX_CALL_BYTES)
+            return FrameSocket(stream, max_received=MAX_EVENT_BYTES, max_sent=MAX_COMMAND_BYTES)
         except OSError as error:
             stream.close()
             if time.monotonic() >= deadline_s:
                 reason = f"no engine answers at {path} ({error}); is the model 'tensorrt_llm' loaded?"
                 raise UnavailableError(reason) from None
             time.sleep(0.05)
+
+
+# -- values <-> bytes -------------------------------------------------------------------------------------------------
+# A dataclass travels as a map of the fields that differ from their defaults, an array as {dtype, shape, bytes}, and a
+# tokenizer as its file and prompt format. Reading refuses an unknown field, a value of another type, and an array whose
+# bytes do not fill it.
+
+
+class PackingError(FaserError):
+    """Bytes from another process are malformed, or a value cannot be sent."""
+
+    code = ErrorCode.INTERNAL
+
+
+def pack(value: Any) -> bytes:
+    """Raises PackingError for anything but plain data, for instance a compiled grammar."""
+    try:
+        return bytes(msgpack.packb(value, default=_plain) or b"")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise PackingError(f"a {type(value).__name__} cannot be sent: {error}") from None
+
+
+def unpack(kind: type[T], data: bytes | bytearray) -> T:
+    """Returns the dataclass `kind` in data. Raises PackingError with the field, its value and the limit."""
+    try:
+        plain = msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # the library raises a dozen classes, ValueError and plain Exception among them
+        reason = str(error) or type(error).__name__
+        raise PackingError(f"{kind.__name__}: {len(data)} bytes that are no MessagePack ({reason})") from None
+    return _reader(kind)(plain, kind.__name__)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if str(value.dtype) not in ARRAY_TYPES:
+            raise TypeError(f"an array of {value.dtype}")
+        return {"dtype": str(value.dtype), "shape": value.shape, "bytes": np.ascontiguousarray(value).tobytes()}
+    if is_dataclass(value) and not isinstance(value, type):
+        pairs = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: item for field, item in pairs if not _is_same(item, field.default)}
+    if isinstance(value, TextTokenizer):
+        return {"file": value.file, "prompts": value.prompts}
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+def _is_same(value: Any, default: Any) -> bool:
+    return value is default or (type(value) is type(default) and type(value) in (int, float, str) and value == default)
+
+
+@cache
+def _reader(hint: Any) -> _Reader:
+    """Returns a reader of plain values of one type, cached because outputs come with every step."""
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    if isinstance(hint, type) and issubclass(hint, Enum):
+        return partial(_read_enum, hint)
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _dataclass_reader(hint)
+    make = _GENERIC.get(get_origin(hint))
+    return _read_nothing if make is None else make(*get_args(hint))
+
+
+def _refuse(name: str, plain: Any, limit: str) -> PackingError:
+    shown = repr(plain)
+    return PackingError(f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
+
+
+def _read_exact(kind: type, plain: Any, name: str) -> Any:
+    if type(plain) is not kind:  # a bool is no int here
+        raise _refuse(name, plain, f"must be of type {kind.__name__}")
+    return plain
+
+
+def _read_float(plain: Any, name: str) -> float:
+    if type(plain) is not float and type(plain) is not int:
+        raise _refuse(name, plain, "must be a number")
+    return plain
+
+
+def _read_nothing(plain: Any, name: str) -> None:
+    raise _refuse(name, plain, "must be left out")
+
+
+def _read_array(plain: Any, name: str) -> np.ndarray:
+    if type(plain) is not dict or plain.keys() != {"dtype", "shape", "bytes"}:
+        raise _refuse(name, plain, "must be an array: dtype, shape and bytes")
+    kind, shape, data = plain["dtype"], plain["shape"], plain["bytes"]
+    if kind not in ARRAY_TYPES:
+        raise _refuse(f"{name}.dtype", kind, f"must be one of {', '.join(sorted(ARRAY_TYPES))}")
+    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 8:
+        raise _refuse(f"{name}.shape", shape, "must list at most 8 sizes")
+    if type(data) is not bytes or len(data) != math.prod(shape) * np.dtype(kind).itemsize:
+        raise _refuse(f"{name}.bytes", data, f"must be the bytes of {shape} {kind}")
+    return np.frombuffer(data, kind).reshape(shape)
+
+
+def _read_path(plain: Any, name: str) -> Path:
+    return Path(_read_exact(str, plain, name))
+
+
+def _optional_reader(*arguments: Any) -> _Reader:
+    (hint,) = (each for each in arguments if each is not type(None))
+    reader = _reader(hint)
+    return lambda plain, name: None if plain is None else reader(plain, name)
+
+
+def _literal_reader(*allowed: Any) -> _Reader:
+    def read(plain: Any, name: str) -> Any:
+        if plain not in allowed:
+            raise _refuse(name, plain, f"must be one of {', '.join(map(str, allowed))}")
+        return plain
+
+    return read
+
+
+def _read_enum(kind: type[Enum], plain: Any, name: str) -> Enum:
+    try:
+        return kind(plain)
+    except ValueError:
+        raise _refuse(name, plain, f"must be one of {', '.join(str(each.value) for each in kind)}") from None
+
+
+def _sequence_reader(kind: type, hint: Any, *_: Any) -> _Reader:
+    reader = _reader(hint)
+
+    def read(plain: Any, name: str) -> Any:
+        if type(plain) is not list:
+            raise _refuse(name, plain, "must be a list")
+        if hint is int and all(type(item) is int for item in plain):  # token ids, most of the data
+            return plain if kind is list else tuple(plain)
+        return kind(reader(item, name) for item in plain)
+
+    return read
+
+
+def _map_reader(key_hint: Any, value_hint: Any) -> _Reader:
+    read_key, read_value = _reader(key_hint), _reader(value_hint)
+
+    def read(plain: Any, name: str) -> dict[Any, Any]:
+        if type(plain) is not dict:
+            raise _refuse(name, plain, "must be a map")
+        return {read_key(key, name): read_value(value, f"{name}[{key!r}]") for key, value in plain.items()}
+
+    return read
+
+
+def _dataclass_reader(kind: type) -> _Reader:
+    hints = get_type_hints(kind)
+    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
+    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
+
+    def read(plain: Any, name: str) -> Any:
+        if type(plain) is not dict:
+            raise _refuse(name, plain, f"must be a map of the fields of {kind.__name__}")
+        for key in plain.keys() - readers.keys():
+            raise _refuse(f"{name}.{key}", plain[key], f"{kind.__name__} has no such field")
+        for key in needed:
+            if key not in plain:
+                raise _refuse(f"{name}.{key}", None, "is missing")
+        return kind(**{key: readers[key](value, f"{name}.{key}") for key, value in plain.items()})
+
+    return read
+
+
+@dataclass(frozen=True, slots=True)
+class _TokenizerSource:
+    """A tokenizer as it travels: the reader loads the file anew."""
+
+    file: Path
+    prompts: PromptFormat
+
+
+def _read_tokenizer(plain: Any, name: str) -> TextTokenizer:
+    source = _reader(_TokenizerSource)(plain, name)
+    return TextTokenizer.from_file(source.file, source.prompts)
+
+
+_SIMPLE: dict[Any, _Reader] = {
+    **{kind: partial(_read_exact, kind) for kind in (int, str, bool)},
+    float: _read_float,
+    np.ndarray: _read_array,
+    Path: _read_path,
+    TextTokenizer: _read_tokenizer,
+}
+_GENERIC: dict[Any, Callable[..., _Reader]] = {  # values of other types are refused
+    Union: _optional_reader,
+    types.UnionType: _optional_reader,
+    Literal: _literal_reader,
+    list: partial(_sequence_reader, list),
+    tuple: partial(_sequence_reader, tuple),
+    dict: _map_reader,
+    Mapping: _map_reader,
+}

@@ -1,7 +1,7 @@
 """The `llmapi` contract: one text model without a batch dimension, as TensorRT-LLM's LLM API serves it.
 
-Translates names and shapes to and from the inflight batcher's, so that checks and meaning are shared. Two things
-differ: a temperature alone samples, and streamed responses carry all text so far.
+Translates names and shapes to and from the inflight batcher's contract, which checks the values. Two meanings differ:
+a temperature alone turns sampling on, and streamed responses carry all text so far.
 """
 
 from __future__ import annotations
@@ -14,12 +14,10 @@ import numpy as np
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.request import FinishReason, RequestStats
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import ParsedRequest, parse_requests
-from faser_backend.triton.link import Hello
-from faser_backend.triton.tensor_io import NamedArray, Reply
-from faser_backend.triton.tensor_values import read_scalar
-from faser_backend.triton.tensors import Tensors, refuse_unsupported
-from faser_backend.triton.wire import InflightBatcherWire, Responder
+from faser_backend.triton.contract import ParsedRequest, parse_requests, read_scalar, refuse_unsupported
+from faser_backend.triton.link import Handshake
+from faser_backend.triton.tensor_io import InflightBatcherWire, NamedArray, Reply, Responder
+from faser_backend.triton.tensors import Tensors
 
 DEFAULT_MAX_TOKENS = 32
 _INPUTS = {  # theirs -> ours
@@ -40,7 +38,7 @@ _INPUTS = {  # theirs -> ours
 }
 _OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
 _FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}
-_NO_REASON = "None"  # as Python writes an absent one, which is what clients of the LLM API compare with
+_NO_REASON = "None"  # Python's None as a string, which clients of the LLM API compare with
 _FINISH_REASONS = {
     FinishReason.LENGTH: "length",
     FinishReason.END_ID: "stop",
@@ -50,14 +48,14 @@ _FINISH_REASONS = {
 
 
 class LlmApiWire(InflightBatcherWire):
-    """The tensors of the llmapi contract. A stop request is itself answered with the error CANCELLED."""
+    """The llmapi contract. A stop request is answered with the error CANCELLED."""
 
     missing_stop_id = "A request id must be provided for request cancellation"
 
     def parse(
-        self, tensors: Tensors, request_id: str, hello: Hello, tokenizer: TextTokenizer, *, is_decoupled: bool
+        self, tensors: Tensors, request_id: str, handshake: Handshake, *, is_decoupled: bool
     ) -> list[ParsedRequest]:
-        """Raises RequestError; the prompt is excluded and a stop string cut off unless asked otherwise."""
+        """Returns the request. By default its answer lacks the prompt and the stop string. Raises RequestError."""
         refuse_unsupported(tensors)
         prompts = tensors.get("text_input")
         if prompts is not None and prompts.size > 1:
@@ -65,7 +63,7 @@ class LlmApiWire(InflightBatcherWire):
         ours = {ours: tensors[theirs] for theirs, ours in _INPUTS.items() if theirs in tensors}
         ours.setdefault("exclude_input_in_output", np.array([True]))
         ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
-        (parsed,) = parse_requests(ours, request_id, hello, tokenizer, is_decoupled=is_decoupled, is_llm_api=True)
+        (parsed,) = parse_requests(ours, request_id, handshake, is_decoupled=is_decoupled, is_llm_api=True)
         flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
         return [replace(parsed, includes_stop=False, accumulates_text=True, extra_outputs=flags)]
 
@@ -77,7 +75,7 @@ class LlmApiWire(InflightBatcherWire):
 
 
 class LlmApiReply(Reply):
-    """A reply under other names, every array without the batch dimension."""
+    """A reply under the llmapi contract's names, without the batch dimension."""
 
     def __init__(self, parsed: ParsedRequest, theirs: frozenset[str], tokenizer: TextTokenizer) -> None:
         self._theirs = theirs
@@ -94,13 +92,13 @@ class LlmApiReply(Reply):
         return arrays
 
     def _cache_use(self, stats: RequestStats) -> list[NamedArray]:
-        """How many blocks of the prompt were found in the cache, and how many were not."""
+        """Returns the numbers of prompt blocks that the cache held and that it lacked, and their rate."""
         num_missed = max(0, self.parsed.num_prompt_blocks - stats.num_reused_blocks)
-        num_sought = stats.num_reused_blocks + num_missed
+        num_looked_up = stats.num_reused_blocks + num_missed
         return [
             ("kv_cache_reused_block", np.array([stats.num_reused_blocks], np.int32)),
             ("kv_cache_missed_block", np.array([num_missed], np.int32)),
-            ("kv_cache_hit_rate", np.array([stats.num_reused_blocks / max(1, num_sought)], np.float32)),
+            ("kv_cache_hit_rate", np.array([stats.num_reused_blocks / max(1, num_looked_up)], np.float32)),
         ]
 
     def _reason(self, name: str) -> str:

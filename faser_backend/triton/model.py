@@ -1,14 +1,18 @@
 """The Python-backend models of model_repo/: the engine's, the text models and the two converters.
 
-Runs inside Triton's Python stub only. Requests are answered later through response senders, in
-decoupled and in unary mode alike, so `execute` returns at once and requests run side by side.
+Runs inside Triton's Python stub only, one process per model. Requests are answered later through response senders, in
+decoupled and in unary mode alike: `execute` returns at once, and requests run side by side.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import re
 import threading
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,45 +23,135 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.loading import log, written_phases
-from faser_backend.serving.log_format import log_request
-from faser_backend.serving.parameters import ServingOptions
+from faser_backend.serving.log_format import log_request, set_up_logging
+from faser_backend.serving.parameters import ModelOptions, ServingOptions, given_parameters
+from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
 from faser_backend.serving.request_life import Listener
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.serving.tracing import Tracing, context_of
-from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
-from faser_backend.triton.frontend import Frontend
+from faser_backend.triton.frontend import Frontend, LongTexts
 from faser_backend.triton.heartbeat import Heartbeat
 from faser_backend.triton.launch_folder import drain_when_asked
-from faser_backend.triton.link import Hello, LinkServer, SocketLink, socket_id, socket_path
+from faser_backend.triton.link import LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.triton.llmapi import LlmApiWire
-from faser_backend.triton.long_texts import LongTexts
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
-from faser_backend.triton.process import ConfiguredModel, TritonResponder, parameters_of
-from faser_backend.triton.tensor_io import NamedArray
+from faser_backend.triton.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY
+from faser_backend.triton.tensor_io import InflightBatcherWire, NamedArray
 from faser_backend.triton.tensors import JSON_ERRORS
-from faser_backend.triton.wire import InflightBatcherWire
 
 _log = logging.getLogger(__name__)
-MAX_LONG_TEXTS = 256  # that wait for a converter
-TELL_S = 0.5  # for the requests of a broken engine to be answered
-FOLLOW_POLL_S = 0.1  # between two looks for a new engine
-MOVE_S = 60.0  # for frontends to have their last answers from an engine that another one replaces
-RETIRE_S = 5.0  # for Triton to turn to an engine that says it is ready: until then requests come to the old one
-ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded: the engine is up by then
+MAX_LONG_TEXTS = 256  # waiting for a converter
+ANSWER_S = 0.5  # for a broken engine's requests to be answered
+FOLLOW_POLL_S = 0.1  # between two checks for a new engine
+MOVE_S = 60.0  # for a replaced engine to answer its last requests
+RETIRE_S = 5.0  # for Triton to send requests to a new engine that is ready instead of this one
+ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded, the engine's among them
+TRITON_CODES = {
+    ErrorCode.INVALID: "INVALID_ARG",
+    ErrorCode.TOO_LONG: "INVALID_ARG",
+    ErrorCode.QUEUE_FULL: "UNAVAILABLE",
+    ErrorCode.CANCELLED: "CANCELLED",
+    ErrorCode.UNAVAILABLE: "UNAVAILABLE",
+    ErrorCode.INTERNAL: "INTERNAL",
+}
+_FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+
+
+class TritonResponder:
+    """One request's response sender (tensor_io.Responder).
+
+    Triton frees a request's state with its last response: a cancellation poll at that moment would crash the whole
+    server. The lock keeps the two apart.
+    """
+
+    def __init__(self, request: Any, *, sends_json: bool = False) -> None:
+        """sends_json: errors go to the OpenAI server as JSON of their code, field and text."""
+        self._sends_json = sends_json
+        self.requested_outputs = request.requested_output_names()
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._is_done = False
+
+    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None:
+        tensors = [pb_utils.Tensor(name, array) for name, array in arrays]
+        self._send(pb_utils.InferenceResponse(tensors), is_final)
+
+    def fail(self, failure: Failure) -> None:
+        message = failure.to_json() if self._sends_json else failure.message
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, TRITON_CODES[failure.code]))
+        self._send(pb_utils.InferenceResponse(error=error), is_final=True)
+
+    def is_cancelled(self) -> bool:
+        with self._lock:
+            return not self._is_done and self._sender.is_cancelled()
+
+    def _send(self, response: Any, is_final: bool) -> None:
+        with self._lock:
+            if not self._is_done:
+                self._is_done = is_final
+                self._sender.send(response, flags=_FINAL if is_final else 0)
+
+
+class ConfiguredModel:
+    """The configuration that all models share.
+
+    Parameters decide the batch size and the transaction policy. `faser serve` writes both into config.pbtxt; a server
+    that was started otherwise calls `auto_complete_config`.
+    """
+
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        config = auto_complete_model_config.as_dict()
+        options = ModelOptions.from_parameters(_engines_policy(config) | given_parameters(config))
+        if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
+            auto_complete_model_config.set_max_batch_size(options.triton_max_batch_size)
+        if DECOUPLED_KEY in config["parameters"] and "model_transaction_policy" not in config:
+            auto_complete_model_config.set_model_transaction_policy({"decoupled": options.decoupled_mode})
+        return auto_complete_model_config
+
+    def _configure(self, args: dict[str, str]) -> dict[str, str]:
+        """Reads the configuration, sets up logging, and makes this process end with the server.
+
+        Returns all parameters that are set.
+        """
+        threading.Thread(target=_exit_with_server, args=(os.getppid(),), name="parent-watch", daemon=True).start()
+        config = json.loads(args["model_config"])
+        parameters = given_parameters(config)
+        try:
+            self._options = ModelOptions.from_parameters(parameters)
+        except FaserError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        set_up_logging(self._options.log_format, args["model_name"])
+        self._name = args["model_name"]
+        self._is_decoupled = config.get("model_transaction_policy", {}).get("decoupled", False)
+        if BATCH_SIZE_KEY in config["parameters"] and not config["max_batch_size"]:
+            raise pb_utils.TritonModelException(
+                f"{self._name}: max_batch_size is missing. Start tritonserver without --disable-auto-complete-config, "
+                "or write max_batch_size and model_transaction_policy into config.pbtxt"
+            )
+        return parameters
+
+    def _read(self, request: Any, parameters: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+        """Returns a request's tensors. Raises RequestError for an input that this model does not declare."""
+        given = parameters_of(request) if parameters is None else parameters
+        refuse_undeclared(list(given), self._name)
+        return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
 class ServingModel(ConfiguredModel):
-    """A model whose frontend answers requests, with traces and a log in JSON of them where these are wanted."""
+    """A model whose frontend answers requests, with traces and a JSON log if they are configured."""
 
     _frontend: Frontend
     _tracing: Tracing | None = None
 
-    def _open_listeners(self, hello: Hello) -> list[Listener]:
+    def _open_listeners(self, model: ServedModel) -> list[Listener]:
         """Raises ConfigError."""
         listeners: list[Listener] = [log_request] if self._options.log_format == "json" else []
         endpoint = self._options.otlp_endpoint
         if endpoint is not None and self._tracing is None:
-            self._tracing = Tracing(endpoint, hello.tokenizer_file.parent.name)
+            self._tracing = Tracing(endpoint, model.name)
         return [*listeners, self._tracing.tell] if self._tracing is not None else listeners
 
     def _serve(self, requests: list[Any]) -> None:
@@ -79,7 +173,7 @@ class ServingModel(ConfiguredModel):
 class TextModel(ServingModel):
     """`ensemble` and `tensorrt_llm_bls`: text in, text out, by the engine in model `tensorrt_llm`.
 
-    Where that is loaded anew, requests from then on go to the new engine, and the old one answers what it has.
+    When that model is reloaded, new requests go to the new engine, and the old one answers those that it has.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -114,7 +208,7 @@ class TextModel(ServingModel):
         self._close_tracing()
 
     def _follow_engine(self) -> None:
-        # Not in `initialize`: Triton may load models one by one, and `tensorrt_llm` may come last.
+        # Not in `initialize`: Triton may load models one by one, and `tensorrt_llm` last.
         try:
             self._frontend, self._beat = self._connect()
         except (FaserError, OSError, EOFError) as error:
@@ -122,13 +216,13 @@ class TextModel(ServingModel):
         self._is_ready.set()
         while self._failure is None and not self._is_closing.wait(FOLLOW_POLL_S):
             if socket_id(self._socket) not in ((), self._socket_id):
-                self._move()
+                self._reconnect()
 
-    def _move(self) -> None:
+    def _reconnect(self) -> None:
         try:
             fresh, beat = self._connect()
         except (FaserError, OSError, EOFError) as error:
-            _log.warning("the new engine cannot be reached yet: %s", error)
+            _log.warning("a new engine is there but cannot be reached yet: %s", error)
             return
         with self._serving:
             old, self._frontend, old_beat, self._beat = self._frontend, fresh, self._beat, beat
@@ -137,36 +231,34 @@ class TextModel(ServingModel):
         old_beat.close()
 
     def _connect(self) -> tuple[Frontend, Heartbeat]:
-        before = socket_id(self._socket)  # should a new engine come meanwhile, it is seen
+        before = socket_id(self._socket)  # so that an engine that starts meanwhile is noticed
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
-        self._socket_id = before or socket_id(self._socket)  # the first engine of all came while the link waited
-        tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, link.hello.prompts)
+        self._socket_id = before or socket_id(self._socket)  # the first engine started while the link waited
         beat = Heartbeat(self._launch_folder)
         frontend = Frontend(
             link,
-            link.hello,
-            tokenizer,
+            link.handshake,
             is_decoupled=self._is_decoupled,
             wire=self._wire,
             on_answered=self._counters.count,
-            listeners=self._open_listeners(link.hello),
+            listeners=self._open_listeners(link.handshake.model),
             beat=beat.beat,
         )
         return frontend, beat
 
 
 class EngineModel(ServingModel):
-    """`tensorrt_llm`: holds the engine, serves its own requests and those of the other models."""
+    """`tensorrt_llm`: holds the engine, and serves its own requests and those of the text models."""
 
     wire = InflightBatcherWire()
 
     def initialize(self, args: dict[str, str]) -> None:
-        # The engine's rooms (runtimes and all) are imported by this process alone.
+        # Imported here, because this process alone needs the engine's modules and runtimes.
         from faser_backend.triton.engine_host import EngineHost
 
         parameters = self._configure(args)
         folder = launch_folder(args)
-        self._beats = Heartbeat(folder), Heartbeat(folder)  # of the engine's loop, and of the frontend here
+        self._beats = Heartbeat(folder), Heartbeat(folder)  # of the engine's loop and of the frontend
         self._reporter = MetricReporter(pb_utils, args["model_name"], args["model_version"])
         try:
             options = ServingOptions.from_parameters(parameters)
@@ -179,21 +271,20 @@ class EngineModel(ServingModel):
                     beat=self._beats[0].beat,
                 )
                 log.info("starting the text models")
-            listeners = self._open_listeners(self._host.hello)
+            listeners = self._open_listeners(self._host.handshake.model)
         except FaserError as error:
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None
-        hello: Hello = self._host.hello
+        handshake = self._host.handshake
         self._frontend = Frontend(
             self._host.loop.subscribe(),
-            hello,
-            self._host.tokenizer,
+            handshake,
             is_decoupled=self._is_decoupled,
             wire=self.wire,
             listeners=listeners,
             beat=self._beats[1].beat,
         )
-        self._server = LinkServer(self._host.loop, hello, socket_path(os.getppid()))
+        self._server = LinkServer(self._host.loop, handshake, socket_path(os.getppid()))
         threading.Thread(target=drain_when_asked, args=(folder, self._drain), name="drain", daemon=True).start()
         self._is_finalizing, self._retiring, self._is_retired = threading.Event(), threading.Lock(), False
         threading.Thread(target=self._retire_when_replaced, name="retire", daemon=True).start()
@@ -202,26 +293,26 @@ class EngineModel(ServingModel):
         self._serve(requests)
 
     def finalize(self) -> None:
-        # Triton unloads a decoupled model without waiting for its answers, and the engine beside its frontends.
+        # Triton unloads a decoupled model without waiting for its answers, and the engine before its frontends end.
         self._is_finalizing.set()
         self._retire()
 
     def _retire_when_replaced(self) -> None:
-        # Not in `finalize` alone: a client's open stream keeps Triton from calling that, and with it both engines here.
+        # Not in `finalize` alone: a client's open stream delays that call, and both engines would stay in memory.
         while not self._is_finalizing.wait(FOLLOW_POLL_S):
             if self._server.is_superseded:
-                _log.info("another engine takes this one's place; what it has begun it answers")
+                _log.info("a new engine replaces this one, which answers its last requests and closes")
                 self._is_finalizing.wait(RETIRE_S)
                 self._retire()
                 return
 
     def _retire(self) -> None:
-        """Answers what there is, and gives back what the engine holds."""
+        """Answers the requests in progress, then frees the engine."""
         with self._retiring:
             if self._is_retired:
                 return
             if self._server.is_superseded:
-                self._server.wait_left(MOVE_S)
+                self._server.wait_for_disconnects(MOVE_S)
             self._drain()
             self._server.close()
             self._frontend.close()
@@ -241,21 +332,21 @@ class EngineModel(ServingModel):
 
 
 class LlmApiModel(EngineModel):
-    """`tensorrt_llm` of the llmapi contract: the engine and its only frontend in one."""
+    """`tensorrt_llm` of the llmapi contract: the engine with its only frontend."""
 
     wire = LlmApiWire()
 
     def initialize(self, args: dict[str, str]) -> None:
         super().initialize(args)
-        self._host.tokenizer.encode("")  # starts its process, which the first client need not wait for
+        self._host.handshake.model.tokenizer.encode("")  # starts its process before the first client needs it
 
 
 class _Converter(ConfiguredModel):
-    """A model that only converts: it borrows the engine's tokenizer file and answers by itself."""
+    """A model that only converts, with the engine's tokenizer."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._configure(args)
-        self._hello: Hello | None = None
+        self._model: ServedModel | None = None
         self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._long_texts = LongTexts(MAX_LONG_TEXTS)
 
@@ -263,7 +354,7 @@ class _Converter(ConfiguredModel):
         for request in requests:
             responder = TritonResponder(request)
             try:
-                if self._hello is None or socket_id(self._socket) not in ((), self._socket_id):
+                if self._model is None or socket_id(self._socket) not in ((), self._socket_id):
                     self._connect()
                 tensors = self._read(request)
                 self._long_texts.run(tensors, partial(self._answer, tensors, responder))
@@ -287,37 +378,64 @@ class _Converter(ConfiguredModel):
         before = socket_id(self._socket)
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
         self._socket_id = before or socket_id(self._socket)
-        prompts = link.hello.prompts
-        if self._options.add_special_tokens is not None:
-            prompts = prompts.adding_special_tokens(self._options.add_special_tokens)
-        self._tokenizer = TextTokenizer.from_file(link.hello.tokenizer_file, prompts)
-        self._hello = link.hello
         link.close()
+        self._model = link.handshake.model
+        if self._options.add_special_tokens is not None:
+            tokenizer = self._model.tokenizer.adding_special_tokens(self._options.add_special_tokens)
+            self._model = replace(self._model, tokenizer=tokenizer)
 
     def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
-        raise AssertionError("a converter says what it converts")
+        raise NotImplementedError
 
 
 class PreprocessingModel(_Converter):
     """`preprocessing`: text or messages -> token ids."""
 
     def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
-        assert self._hello is not None
-        return preprocess(tensors, self._hello, self._tokenizer)
+        assert self._model is not None
+        return preprocess(tensors, self._model)
 
 
 class PostprocessingModel(_Converter):
     """`postprocessing`: token ids -> text."""
 
     def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
-        return postprocess(tensors, self._tokenizer, skips_special_tokens=self._options.skip_special_tokens)
+        assert self._model is not None
+        return postprocess(tensors, self._model.tokenizer, skips_special_tokens=self._options.skip_special_tokens)
 
 
 def launch_folder(args: dict[str, str]) -> Path:
-    """Returns the folder that `faser serve` has made for this server, or what stands in its place for another."""
+    """Returns the folder above the model repository, which `faser serve` has made for its server."""
     return Path(args["model_repository"]).parents[1]
 
 
 def _end_soon() -> None:
-    # A broken engine that stays looks alive to whoever supervises.
-    threading.Timer(TELL_S, os._exit, (1,)).start()
+    # The process of a broken engine would look alive to its supervisor.
+    threading.Timer(ANSWER_S, os._exit, (1,)).start()
+
+
+def _engines_policy(config: dict[str, Any]) -> dict[str, str]:
+    """Returns tensorrt_llm's transaction policy for `ensemble`, which has none in NVIDIA's templates."""
+    beside = Path(pb_utils.get_model_dir()).parents[1] / "tensorrt_llm" / "config.pbtxt"
+    if config["name"] != "ensemble" or not beside.is_file():
+        return {}
+    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', beside.read_text())
+    return given_parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else {}
+
+
+def parameters_of(request: Any) -> dict[str, Any]:
+    """Returns the parameters of a request by name."""
+    return json.loads(request.parameters() or "{}")
+
+
+def _exit_with_server(server_pid: int) -> None:
+    # The stub blocks on shared memory that a killed server never writes, and would stay with its engine. The kernel can
+    # end it, without this interpreter running, but only if the server's main thread started it: the signal comes with
+    # the end of the starting thread, and other threads end before the server.
+    is_watched = False
+    while os.getppid() == server_pid:
+        if not is_watched and is_child_of_main_thread(server_pid):
+            die_with_parent()
+            is_watched = True
+        time.sleep(PARENT_POLL_S)
+    os._exit(1)

@@ -1,20 +1,25 @@
-"""A sequence's answer as tensors: `Reply` gathers outputs and renders responses, `merge` joins them.
+"""Renders a sequence's answer as tensors, and holds the contract that a frontend speaks.
 
-Pure: tokens in, (name, array) pairs out. Ranks are those that TensorRT-LLM sends: one dimension, [batch x beams], for
-text; a batch and a beam dimension of 1 in front of everything else. Only outputs that the client requested are made,
-and of those only what is known at this point.
+`Reply` gathers the engine's outputs and renders responses, `merge` joins those of several sequences, and
+`InflightBatcherWire` parses requests and makes their replies. Ranks are TensorRT-LLM's: one dimension, [batch x beams],
+for text; a batch and a beam dimension of 1 in front of everything else. Only requested outputs are made.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
+from faser_backend.core.errors import Failure
 from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
 from faser_backend.text.answer_stream import AnswerStream, AnswerToken
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import ParsedRequest
+from faser_backend.triton.contract import ParsedRequest, parse_requests
+from faser_backend.triton.link import Handshake
+from faser_backend.triton.tensors import Tensors
 
 NamedArray = tuple[str, np.ndarray]
 _PERF_FIELDS = {
@@ -23,11 +28,11 @@ _PERF_FIELDS = {
     "first_token_time_ns": "first_token_ns",
     "last_token_time_ns": "last_token_ns",
 }
-_PAD_ID = -1  # of output_ids, where sequences of one response differ in length
+_PAD_ID = -1  # pads output_ids where sequences of one response differ in length
 
 
 class Reply:
-    """The answer of one sequence as it grows. `add` takes outputs, `render` gives what is new or all."""
+    """The growing answer of one sequence: `add` takes the engine's outputs, `render` returns the next response."""
 
     def __init__(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> None:
         self.parsed = parsed
@@ -40,9 +45,9 @@ class Reply:
         )
         self._tokenizer = tokenizer
         self._new: list[AnswerToken] = []
-        self._rest = ""  # of the text, behind the last token
-        self._sent_text = ""  # of an accumulating stream
-        self._context_logits: np.ndarray | None = None  # sent with the first response and again with the last
+        self._rest = ""  # text behind the last token
+        self._sent_text = ""  # all text so far, if the stream accumulates
+        self._context_logits: np.ndarray | None = None  # sent with the first and with the last response
         self._are_context_logits_new = False
         self._context_log_probs: np.ndarray | None = None
         self._generation_logits: list[np.ndarray] = []
@@ -61,12 +66,12 @@ class Reply:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether a stop string has ended the text; later tokens are dropped."""
+        """Whether a stop string has ended the text. Later tokens are dropped."""
         return self._stream.is_stopped
 
     @property
-    def has_news(self) -> bool:
-        """Whether a streamed response would say anything."""
+    def has_new_output(self) -> bool:
+        """Whether a streamed response would hold anything new."""
         if "output_ids" in self._requested:
             return bool(self._new)
         return bool(self._rest) or any(token.text for token in self._new)
@@ -82,16 +87,16 @@ class Reply:
             self._context_log_probs = output.context_log_probs
 
     def render(self) -> list[NamedArray]:
-        """Tensors of the next response. Streaming: what came since the last one; else everything.
+        """Returns the tensors of the next response: what is new if the request streams, else everything.
 
-        output_ids [1, 1, n] comes first where it is requested: clients read tensors by position.
+        output_ids [1, 1, n] comes first if requested, because clients read tensors by position.
         """
         parsed, arrays = self.parsed, []
         if not self._requested.isdisjoint(("output_ids", "sequence_length")):
             arrays += self._render_ids()
         if "text_output" in self._requested:
             arrays.append(("text_output", np.array([self._next_text().encode()], dtype=object)))
-        # Clients of TensorRT-LLM's backends up to v0.13 index these two whatever they have asked for.
+        # Clients of TensorRT-LLM's backend up to v0.13 read these two without requesting them.
         arrays.append(("cum_log_probs", np.array([[self._stream.cum_log_prob]], np.float32)))
         arrays.append(("batch_index", _one(parsed.batch_index)))
         if parsed.request.wants_log_probs:
@@ -102,7 +107,7 @@ class Reply:
         if parsed.wants_num_input_tokens:
             arrays.append(("num_input_tokens", _one(parsed.request.prompt_ids.size)))
         if parsed.wants_num_output_tokens:
-            arrays.append(("num_output_tokens", _one(len(self._new))))  # of this response: clients sum them
+            arrays.append(("num_output_tokens", _one(len(self._new))))  # of this response alone: clients add them up
         if parsed.request.wants_stats and self.stats is not None:
             arrays += _render_stats(self.stats)
             arrays.append(("draft_token_mask", np.array([[[token.is_drafted for token in self._new]]], np.bool_)))
@@ -125,7 +130,7 @@ class Reply:
         return [("output_ids", np.array([[ids]], np.int32)), ("sequence_length", _one(len(ids)))]
 
     def _render_logits(self) -> list[NamedArray]:
-        """context_logits [1, num_prompt_tokens, V], first and last; generation_logits [1, 1, n, V] of what is new."""
+        """Renders context_logits [1, num_prompt_tokens, V], and generation_logits [1, 1, n, V] of the new tokens."""
         arrays = []
         if self._context_logits is not None and (self._are_context_logits_new or self.finish_reason is not None):
             arrays.append(("context_logits", self._context_logits[None]))
@@ -145,17 +150,17 @@ class Reply:
 
 
 def merge(responses: Sequence[list[NamedArray]], batch_size: int) -> list[NamedArray]:
-    """One response for all sequences of a request, from one response of each, batch by batch.
+    """Joins the responses of a request's sequences, ordered by prompt, into one.
 
-    text_output is [B * n] then, everything else [B, n, ...] for n sequences per prompt, padded to the longest;
-    context_logits, which n sequences share, [B, num_prompt_tokens, V].
+    With B prompts of n sequences each, text_output is [B * n], and everything else [B, n, ...], padded to the longest.
+    The n sequences of a prompt share context_logits [B, num_prompt_tokens, V].
     """
     num_sequences = len(responses) // batch_size
     by_name = [dict(response) for response in responses]
     merged = []
     for name in by_name[0]:
         arrays = [tensors[name] for tensors in by_name if name in tensors]
-        if len(arrays) < len(responses):  # a sequence that was stopped before its first token has no logits
+        if len(arrays) < len(responses):  # a sequence that stopped before its first token has no logits
             continue
         if name == "text_output":
             merged.append((name, np.concatenate(arrays)))
@@ -168,7 +173,7 @@ def merge(responses: Sequence[list[NamedArray]], batch_size: int) -> list[NamedA
 
 
 def _stack(arrays: list[np.ndarray], padding: float) -> np.ndarray:
-    """Arrays [1, ...] of one rank, each padded at its ends to the longest, along the first dimension."""
+    """Stacks arrays [1, ...] of one rank along the first dimension, each padded at its ends to the longest."""
     stacked = np.full(np.max([array.shape for array in arrays], axis=0), padding, arrays[0].dtype)
     stacked = np.repeat(stacked, len(arrays), axis=0)
     for row, array in zip(stacked, arrays, strict=True):
@@ -193,3 +198,38 @@ def _render_stats(stats: RequestStats) -> list[NamedArray]:
         ("kv_cache_reused_blocks", _one(stats.num_reused_blocks)),
         ("kv_cache_alloc_total_blocks", _one(stats.num_allocated_blocks)),
     ]
+
+
+class Responder(Protocol):
+    """The sender of one request's responses. The last call is `send` with is_final, or `fail`."""
+
+    requested_outputs: Iterable[str]
+
+    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None: ...
+    def fail(self, failure: Failure) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+class InflightBatcherWire:
+    """The contract of TensorRT-LLM's inflight batcher models. llmapi.py has the other one.
+
+    accumulates_text: streamed responses carry all text so far, as in tensorrt_llm_bls with accumulate_tokens.
+    """
+
+    missing_stop_id = "Trying to stop a request but request ID is not provided"
+
+    def __init__(self, *, accumulates_text: bool = False) -> None:
+        self._accumulates_text = accumulates_text
+
+    def parse(
+        self, tensors: Tensors, request_id: str, handshake: Handshake, *, is_decoupled: bool
+    ) -> list[ParsedRequest]:
+        """Returns the sequences of a request, at least one. Raises RequestError."""
+        parsed = parse_requests(tensors, request_id, handshake, is_decoupled=is_decoupled)
+        return [replace(one, accumulates_text=True) for one in parsed] if self._accumulates_text else parsed
+
+    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> Reply:
+        return Reply(parsed, requested, tokenizer)
+
+    def acknowledge_stop(self, responder: Responder) -> None:
+        responder.send([], is_final=True)

@@ -7,12 +7,10 @@ request is refused by name, and only where it really asks for it (`UNSUPPORTED`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-
-from faser_backend.core.errors import RequestError
 
 Tensors = Mapping[str, np.ndarray]
 # A request parameter, of our own OpenAI server: errors then come as JSON of their code, field and text, because
@@ -180,97 +178,3 @@ LLMAPI_OUTPUTS = (
     *_specs("FP32", "acceptance_rate"),
     *_specs("INT32", "total_accepted_draft_tokens total_draft_tokens"),
 )
-
-
-# -- what is refused when it is used --------------------------------------------------------------------------------
-def _is_blank(array: np.ndarray) -> bool:
-    """No value, or zeros, False and empty strings alone: what clients send for "not used"."""
-    if array.dtype != object:
-        return not array.any()
-    return not any(value not in (0, b"", "") for value in array.reshape(-1))
-
-
-def _holds_at_most(*neutral: float) -> Callable[[np.ndarray], bool]:
-    return lambda array: all(value in neutral for value in array.reshape(-1).tolist())
-
-
-def _is_one_token(array: np.ndarray) -> bool:
-    """Decoder inputs of a decoder-only model: preprocessing gives one padding token to pass on."""
-    return array.size <= 1 or (array.ndim > 1 and array.shape[-1] <= 1)
-
-
-def _is_empty(array: np.ndarray) -> bool:
-    return array.size == 0
-
-
-class Unsupported(NamedTuple):
-    """Why a tensor is refused, and which values do not use it."""
-
-    feature: str
-    is_neutral: Callable[[np.ndarray], bool]
-
-
-_ENCODER, _IMAGES, _LORA = "encoder-decoder models", "images and videos", "LoRA adapters"
-_PROMPT_TABLE, _RETENTION = "prompt tables", "KV retention priorities"
-_DRAFT_LOGITS = "accepting draft tokens by their logits"
-UNSUPPORTED = {
-    name: Unsupported(feature, is_neutral)
-    for feature, is_neutral, names in (
-        (_LORA, _is_blank, "lora_task_id lora_id lora_name lora_path lora_ckpt_source"),
-        (_LORA, _is_empty, "lora_weights lora_config"),
-        ("logits post-processors", _is_blank, "sampling_param_logits_post_processor_name"),
-        (_PROMPT_TABLE, _is_empty, "prompt_embedding_table"),
-        (_PROMPT_TABLE, _is_blank, "prompt_vocab_size prompt_table_extra_id prompt_table_extra_ids"),
-        (_PROMPT_TABLE, _is_blank, "PROMPT_TABLE_EXTRA_ID"),
-        (_ENCODER, _is_blank, "decoder_text_input encoder_output_lengths cross_attention_mask skip_cross_attn_blocks"),
-        (_ENCODER, _is_blank, "DECODER_QUERY"),
-        (_ENCODER, _is_one_token, "decoder_input_ids"),
-        (_ENCODER, _holds_at_most(0, 1), "decoder_input_lengths"),
-        (_ENCODER, _is_empty, "encoder_input_ids encoder_input_features"),
-        (_IMAGES, _is_empty, "image_input image_bytes_input video_bytes_input IMAGE_BYTES VIDEO_BYTES"),
-        (_IMAGES, _is_blank, "image_url_input image_url IMAGE_URL IMAGES"),
-        ("multimodal rotary positions", _is_blank, "mrope_rotary_cos_sin mrope_position_deltas"),
-        ("disaggregated serving", _is_empty, "context_phase_params"),
-        (_RETENTION, _is_empty, "retention_token_range_starts retention_token_range_ends"),
-        (_RETENTION, _is_empty, "retention_token_range_priorities retention_token_range_durations_ms"),
-        (_RETENTION, _holds_at_most(0, 35), "retention_decode_priority"),  # 35 is TensorRT-LLM's default
-        (_RETENTION, _holds_at_most(0, -1), "retention_decode_duration_ms"),
-        ("lookahead decoding", _holds_at_most(0), "lookahead_window_size lookahead_ngram_size"),
-        ("lookahead decoding", _holds_at_most(0), "lookahead_verification_set_size"),
-        (_DRAFT_LOGITS, _is_empty, "draft_logits"),
-        (_DRAFT_LOGITS, _is_blank, "draft_acceptance_threshold use_draft_logits"),
-        # A decay of 1 is none, and without one the bounds of top_p are never reached.
-        ("top_p that decays", _holds_at_most(0.0, 1.0), "runtime_top_p_decay"),
-        ("beam search", _holds_at_most(0, 1), "beam_width"),
-        ("several candidates", _holds_at_most(0, 1), "sampling_param_best_of"),
-    )
-    for name in names.split()
-}
-# Declared, and never of any effect: they concern beams, a top_p that decays, or padding of ours.
-WITHOUT_EFFECT = frozenset(
-    {"length_penalty", "len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
-    | {"runtime_top_p_min", "runtime_top_p_reset_ids"}
-)
-ALL_INPUT_NAMES = frozenset(
-    spec.name
-    for specs in (TEXT_INPUTS, TOKEN_INPUTS, PREPROCESSING_INPUTS, POSTPROCESSING_INPUTS, LLMAPI_INPUTS)
-    for spec in specs
-)
-
-
-def refuse_unsupported(tensors: Tensors) -> None:
-    """Raises RequestError for the first tensor that asks for what this engine cannot do."""
-    for name, array in tensors.items():
-        unsupported = UNSUPPORTED.get(name)
-        if unsupported is not None and not unsupported.is_neutral(array):
-            shown = array.reshape(-1)[0] if array.size == 1 else list(array.shape)
-            shown = shown.item() if isinstance(shown, np.generic) else shown
-            raise RequestError(name, shown, f"{unsupported.feature}: not supported; leave this tensor out")
-
-
-def refuse_undeclared(names: list[str], model: str) -> None:
-    """Raises RequestError for an input that arrived as a request parameter: Triton's generate endpoint makes that of
-    every JSON key that the model does not declare, and nobody would read it."""
-    for name in names:
-        if name in ALL_INPUT_NAMES:
-            raise RequestError(name, "given", f"model {model} has no such input; leave it out")

@@ -178,7 +178,7 @@ def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
     rng = np.random.default_rng(len(lengths))
     written: dict[str, list[int]] = {f"{length} tokens": [] for length in lengths}
     for length in lengths:
-        prompt = rng.integers(0, host.hello.limits.vocab_size, length)
+        prompt = rng.integers(0, host.handshake.model.limits.vocab_size, length)
         hub.submit(Request(f"{length} tokens", prompt, NUM_ANSWER_TOKENS, Sampling()), "")
     while ended < len(lengths):
         outputs = hub.outputs.get(timeout=ANSWER_S)

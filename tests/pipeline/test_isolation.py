@@ -29,7 +29,7 @@ from tests.support.fakes import ThreadLanes
 from tests.support.forced_engine import open_forced
 from tests.support.forcing import forced
 from tests.support.harness import VOCAB, Driven, FakeEngine, drive, open_fake, request
-from tests.triton.test_contract import HELLO, TOKENIZER
+from tests.triton.test_contract import HANDSHAKE
 
 VICTIM = "r3"
 MARK = 1.375  # repetition penalty and bias of the victim
@@ -331,8 +331,8 @@ def test_an_answer_that_cannot_be_made_or_sent_ends_alone(fails: str, monkeypatc
         is_ours = lambda reply, *_: reply.parsed.request.prompt_ids[0] == 9  # noqa: E731
         poison(monkeypatch, Reply, fails, is_ours, 1)
     loop = EngineLoop(open_fake("fixed:4").engine, on_finished=lambda *_: 1 / 0, on_metrics=lambda _: 1 / 0)
-    hello = replace(HELLO, cancellation_period_s=0.001)
-    frontend = Frontend(loop.subscribe(), hello, TOKENIZER, is_decoupled=True)
+    handshake = replace(HANDSHAKE, cancellation_period_s=0.001)
+    frontend = Frontend(loop.subscribe(), handshake, is_decoupled=True)
     clients = [Client(), Client(fails), Client()]
     flags = {name: np.array([[True]]) for name in ("streaming", "exclude_input_in_output")}
     for first, client in zip((1, 9, 1), clients, strict=True):

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.triton import tensors
+from faser_backend.triton.contract import UNSUPPORTED, WITHOUT_EFFECT
 from faser_backend.triton.model_configs import INFLIGHT_BATCHER, LLMAPI, ModelConfig
-from faser_backend.triton.tensors import UNSUPPORTED, WITHOUT_EFFECT, TritonTensor
+from faser_backend.triton.tensors import TritonTensor
 from tests.support.clients import Arrays, ids, one, text, text_request, token_request
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"

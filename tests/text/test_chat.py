@@ -16,6 +16,7 @@ from faser_backend.core.request import Limits
 from faser_backend.openai.bodies import ChatBody, check_body
 from faser_backend.openai.requests import conversation_ids
 from faser_backend.openai.tools import shows_tools
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.chat import ChatRenderer, read_messages
 from faser_backend.text.chat_worker import MAX_CHARS, MAX_MEMORY_BYTES
 from faser_backend.text.prompts import PromptFormat
@@ -26,8 +27,7 @@ from tests.support.chat_templates import CHATML, CONVERSATIONS, HERMES, LLAMA_3,
 from tests.support.openai_cases import WEATHER
 from tests.support.processes import kill_children
 from tests.support.serving_pair import byte_level_tokenizer
-from tests.triton.test_contract import HELLO as SMALL_HELLO
-from tests.triton.test_contract import number, parse, parse_requests, text
+from tests.triton.test_contract import HANDSHAKE, MODEL, number, parse, parse_requests, text
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 MARKS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -44,7 +44,10 @@ def begin_adding_tokenizer() -> Tokenizer:
 
 TOKENIZER = begin_adding_tokenizer()
 BEGIN_ID = TOKENIZER.encode("").ids[0]
-HELLO = replace(SMALL_HELLO, limits=Limits(TOKENIZER.get_vocab_size(), 512))
+
+
+def model_of(tokenizer: TextTokenizer) -> ServedModel:
+    return replace(MODEL, tokenizer=tokenizer, limits=Limits(TOKENIZER.get_vocab_size(), 512))
 
 
 @pytest.fixture
@@ -105,18 +108,19 @@ def test_all_contracts_take_messages(chat_tokenizer: TextTokenizer):
     conversation = json.dumps(CONVERSATIONS["turns"])
     prompt, token_ids = chat_tokenizer.encode_chat("messages", conversation)
     given = {"messages": text(conversation), "max_tokens": number(8)}
-    (parsed,) = parse_requests(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
+    handshake = replace(HANDSHAKE, model=model_of(chat_tokenizer))
+    (parsed,) = parse_requests(given, "r", handshake, is_decoupled=True)
     assert parsed.request.prompt_ids.tolist() == token_ids and parsed.prompt_text == prompt
     lengths = np.array([[4], [5]], np.int32)
     batch = np.array([[conversation.encode()], [json.dumps(USER).encode()]], dtype=object)
-    arrays = dict(preprocess({"MESSAGES": batch, "REQUEST_OUTPUT_LEN": lengths}, HELLO, chat_tokenizer))
+    arrays = dict(preprocess({"MESSAGES": batch, "REQUEST_OUTPUT_LEN": lengths}, handshake.model))
     assert arrays["INPUT_ID"][0].tolist() == token_ids
     assert arrays["REQUEST_INPUT_LEN"].tolist() == [
         [len(token_ids)],
         [len(chat_tokenizer.encode_chat("m", json.dumps(USER))[1])],
     ]
     given = {"messages": np.array([conversation.encode()], dtype=object)}
-    (parsed,) = LlmApiWire().parse(given, "r", HELLO, chat_tokenizer, is_decoupled=True)
+    (parsed,) = LlmApiWire().parse(given, "r", handshake, is_decoupled=True)
     assert parsed.prompt_text == prompt
 
 
@@ -149,16 +153,16 @@ def test_prompts_exclude_each_other(chat_tokenizer: TextTokenizer):
         parse(messages=text(json.dumps(USER)))
     two = {"QUERY": text("x"), "MESSAGES": text(json.dumps(USER)), "REQUEST_OUTPUT_LEN": number(4)}
     with pytest.raises(RequestError, match="MESSAGES = 'given with QUERY': send one of the two"):
-        preprocess(two, HELLO, chat_tokenizer)
+        preprocess(two, model_of(chat_tokenizer))
     with pytest.raises(RequestError, match="send QUERY or MESSAGES"):
-        preprocess({"REQUEST_OUTPUT_LEN": number(4)}, HELLO, chat_tokenizer)
+        preprocess({"REQUEST_OUTPUT_LEN": number(4)}, model_of(chat_tokenizer))
 
 
 def test_padding_is_the_checkpoints():
     ours = TextTokenizer(TOKENIZER, PromptFormat(None, {"pad_token": "<|im_end|>"}))
     queries = np.array([[b"the fox"], [b"x"]], dtype=object)
     given = {"QUERY": queries, "REQUEST_OUTPUT_LEN": np.array([[1], [1]], np.int32)}
-    arrays = dict(preprocess(given, HELLO, ours))
+    arrays = dict(preprocess(given, model_of(ours)))
     pad_id = TOKENIZER.token_to_id("<|im_end|>")
     assert arrays["OUT_PAD_ID"].tolist() == [[pad_id]] * 2 and arrays["INPUT_ID"][1, -1] == pad_id
 

@@ -8,26 +8,28 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from faser_backend.core.errors import QueueFullError, RequestError, UnavailableError
+from faser_backend.core.request import Limits
 from faser_backend.openai.bodies import ChatBody, CompletionBody
-from faser_backend.openai.requests import ServedModel, conversation_ids, generations
+from faser_backend.openai.requests import conversation_ids, generations
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.guides import MAX_GUIDE_BYTES, read_guide
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
-from faser_backend.triton.long_texts import LONG_TEXT_BYTES, LongTexts, SeparateTokenizer
-from faser_backend.triton.tensor_values import default_text_bytes
+from faser_backend.triton.frontend import LONG_TEXT_BYTES, LongTexts
+from faser_backend.triton.separate_tokenizer import SeparateTokenizer
 from tests.support.processes import children, kill_children, still_running
 from tests.support.serving_pair import byte_level_tokenizer
-from tests.triton.test_contract import HELLO, number, parse, text
+from tests.triton.test_contract import HANDSHAKE, MODEL, number, parse, text
 
 HUGE = "x" * 5_000_000
-LIMITED = replace(HELLO, max_text_bytes=1000)
 MANY = tuple(f"w{index}" for index in range(1025))
 
 
@@ -39,9 +41,7 @@ class NoTokenizer(TextTokenizer):
         return super().encode(text, add_special_tokens=add_special_tokens)
 
 
-@pytest.fixture(autouse=True)
-def _watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.triton.test_contract.TOKENIZER", NoTokenizer(byte_level_tokenizer()))
+LIMITED = replace(MODEL, tokenizer=NoTokenizer(byte_level_tokenizer()), max_text_bytes=1000)
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -68,16 +68,16 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("error", "given"), REFUSED)
 def test_texts_are_measured_before_they_are_tokenised(error: str, given: dict[str, Any]):
     with pytest.raises(RequestError, match=error):
-        parse(hello=LIMITED, **given)
+        parse(handshake=replace(HANDSHAKE, model=LIMITED), **given)
 
 
 def test_texts_at_the_limit_are_taken():
-    long = replace(LIMITED, limits=replace(HELLO.limits, max_context=2000))
-    assert parse(hello=long, text_input=text("é" * 500)).prompt_text == "é" * 500
+    long = replace(HANDSHAKE, model=replace(LIMITED, limits=replace(MODEL.limits, max_context=2000)))
+    assert parse(handshake=long, text_input=text("é" * 500)).prompt_text == "é" * 500
     assert len(parse(stop_words=text(*MANY[:64])).stop_strings) == 64
     assert len(parse(bad_words=text(*MANY[:1024])).request.sampling.bad_words) == 1024
     with pytest.raises(AssertionError, match="tokenised before"):  # control: without a limit it is tokenised
-        parse(hello=replace(HELLO, max_text_bytes=10**7), text_input=text(HUGE))
+        parse(handshake=replace(HANDSHAKE, model=replace(LIMITED, max_text_bytes=10**7)), text_input=text(HUGE))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_texts_at_the_limit_are_taken():
 )
 def test_preprocessing_has_the_same_limits(error: str, given: dict[str, Any]):
     with pytest.raises(RequestError, match=error):
-        preprocess({"REQUEST_OUTPUT_LEN": number(4), **given}, LIMITED, NoTokenizer(byte_level_tokenizer()))
+        preprocess({"REQUEST_OUTPUT_LEN": number(4), **given}, LIMITED)
 
 
 def test_what_a_template_writes_is_measured_too():
@@ -103,9 +103,10 @@ def test_what_a_template_writes_is_measured_too():
 
 
 def test_the_limit_follows_the_context():
-    assert default_text_bytes(128, 8) == 65536
-    assert default_text_bytes(131072, 8) == 8 * 131072
-    assert default_text_bytes(131072, 256) == 16 * 131072
+    manifest: Any = SimpleNamespace(end_ids=(), kv_block_size=16)
+    for max_context, longest, limit in ((128, 8, 65536), (131072, 8, 8 * 131072), (131072, 256, 16 * 131072)):
+        tokenizer: Any = SimpleNamespace(longest_token=longest)
+        assert ServedModel.of("m", manifest, Limits(320, max_context), tokenizer).max_text_bytes == limit
 
 
 def test_a_long_text_is_read_beside_and_a_short_one_at_once():
@@ -167,11 +168,11 @@ def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(
     assert separate.encode_prompt("fox") == list(*separate.encode_words("stop", ["fox"])) == here.encode("fox").ids
     for sent in ("", "naïve 🙂 x", "the quick brown fox " * 2000):
         assert separate.encode(sent) == here.encode(sent).ids
-    assert len(children("triton.long_texts")) == 2, "one of them for the long text"
-    kill_children("triton.long_texts")
+    assert len(children("triton.separate_tokenizer")) == 2, "one of them for the long text"
+    kill_children("triton.separate_tokenizer")
     assert separate.encode("fox") == here.encode("fox").ids, "another process took its place"
     separate.close()
-    assert not children("triton.long_texts")
+    assert not children("triton.separate_tokenizer")
 
 
 def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_path: Path):
@@ -179,14 +180,14 @@ def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_pat
     code = (
         "import sys, time; from pathlib import Path\n"
         "from faser_backend.text.prompts import PromptFormat\n"
-        "from faser_backend.triton.long_texts import SeparateTokenizer\n"
+        "from faser_backend.triton.separate_tokenizer import SeparateTokenizer\n"
         "tokenizer = SeparateTokenizer(Path(sys.argv[1]), PromptFormat()); tokenizer.encode('x')\n"
         "print('ready', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "tokenizer.json")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        workers = children("-m faser_backend.triton.long_texts", parent.pid)
+        workers = children("-m faser_backend.triton.separate_tokenizer", parent.pid)
         parent.kill()
     assert len(workers) == 1
     assert still_running(workers) == []
@@ -194,7 +195,7 @@ def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_pat
 
 def test_the_openai_server_has_the_same_limit():
     tokenizer = NoTokenizer(byte_level_tokenizer())
-    model = ServedModel("m", tokenizer, (), HELLO.limits, 16, 1000)
+    model = replace(LIMITED, tokenizer=tokenizer)
     with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):
         generations(CompletionBody.model_validate({"prompt": ["x", HUGE]}), model)
     body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})

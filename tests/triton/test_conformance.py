@@ -17,9 +17,10 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.triton import launch
+from faser_backend.triton.contract import UNSUPPORTED
 from faser_backend.triton.model_configs import CONTRACTS, INFLIGHT_BATCHER, LLMAPI, ModelConfig
 from faser_backend.triton.server import LaunchOptions
-from faser_backend.triton.tensors import UNSUPPORTED, TritonTensor
+from faser_backend.triton.tensors import TritonTensor
 from tests.support.clients import (
     Arrays,
     Stream,

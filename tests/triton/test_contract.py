@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import parse_requests
-from faser_backend.triton.link import Hello
-from faser_backend.triton.tensors import WITHOUT_EFFECT, refuse_undeclared
+from faser_backend.triton.contract import WITHOUT_EFFECT, parse_requests, refuse_undeclared
+from faser_backend.triton.link import Handshake
 from tests.support.serving_pair import END_ID, byte_level_tokenizer
 
 TOKENIZER = TextTokenizer(byte_level_tokenizer())
 VOCAB = TOKENIZER.vocab_size
-HELLO = Hello(Path("tokenizer.json"), Limits(VOCAB, 128), (END_ID,), 4, "reject", False, 0.1)
+MODEL = ServedModel("m", TOKENIZER, Limits(VOCAB, 128), (END_ID,), 16, 1 << 16)
+HANDSHAKE = Handshake(MODEL, 4, "reject", False, 0.1)
 
 
 def text(*values: str) -> np.ndarray:
@@ -33,10 +33,10 @@ def real(value: float) -> np.ndarray:
     return number(value, np.float32)
 
 
-def parse_all(*, hello: Hello = HELLO, is_decoupled: bool = True, **tensors: np.ndarray | None):
+def parse_all(*, handshake: Handshake = HANDSHAKE, is_decoupled: bool = True, **tensors: np.ndarray | None):
     given = {"text_input": text("the fox"), "max_tokens": number(8), **tensors}
     present = {name: array for name, array in given.items() if array is not None}
-    return parse_requests(present, "r", hello, TOKENIZER, is_decoupled=is_decoupled)
+    return parse_requests(present, "r", handshake, is_decoupled=is_decoupled)
 
 
 def parse(**given):
@@ -133,10 +133,9 @@ def test_empty_stop_words_mean_none():
 def test_out_of_vocab_ids_are_refused_or_clamped():
     with pytest.raises(RequestError, match=rf"input_ids = {VOCAB}: token ids must lie in \[0, {VOCAB - 1}\]"):
         parse_ids([1, VOCAB])
-    with pytest.raises(RequestError, match="start with --out-of-vocab clamp"):
+    with pytest.raises(RequestError, match="--out-of-vocab clamp accepts any"):
         parse_ids([-1])
-    clamping = Hello(Path(), HELLO.limits, (), 4, "clamp", False, 0.1)
-    parsed = parse_ids([1, 2**31 - 1, -5], hello=clamping)
+    parsed = parse_ids([1, 2**31 - 1, -5], handshake=replace(HANDSHAKE, out_of_vocab="clamp"))
     assert parsed.request.prompt_ids.tolist() == [1, VOCAB - 1, 0]
 
 
@@ -233,7 +232,7 @@ def test_streaming_needs_a_decoupled_model():
 
 
 def test_logits_beyond_a_gigabyte_are_refused_before_anything_is_computed():
-    wide = replace(HELLO, limits=Limits(2**22, 128))
+    wide = replace(HANDSHAKE, model=replace(MODEL, limits=Limits(2**22, 128)))
     with pytest.raises(RequestError, match=r"return_context_logits = True: .* MiB: at most 1024 MiB are returned"):
-        parse_ids(list(range(100)), hello=wide, return_context_logits=number(True, bool))
-    assert parse_ids([1], hello=wide, return_context_logits=number(True, bool)).request.wants_context_logits
+        parse_ids(list(range(100)), handshake=wide, return_context_logits=number(True, bool))
+    assert parse_ids([1], handshake=wide, return_context_logits=number(True, bool)).request.wants_context_logits

@@ -24,30 +24,33 @@ from faser_backend.core.errors import (
     RequestError,
 )
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request, RequestStats, Sampling
+from faser_backend.places import DEMO_PAIR
 from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.link import (
-    MAX_CALL_BYTES,
-    Call,
+    MAX_COMMAND_BYTES,
+    Command,
+    Event,
     FrameError,
     FrameSocket,
-    Hello,
+    Handshake,
     LinkServer,
-    News,
+    PackingError,
     SocketLink,
+    pack,
+    unpack,
 )
-from faser_backend.triton.packing import PackingError, pack, unpack
 from tests.support.harness import CONTEXT, VOCAB, drive, fake_engine, request
 
-HELLO = Hello(
-    Path("/models/tokenizer.json"),
-    Limits(VOCAB, CONTEXT),
-    (1, 2),
-    7,
-    "clamp",
-    True,
-    0.05,
-    PromptFormat("{{ a }}", {"b": "<b>"}),
+TOKENIZER = TextTokenizer.from_file(DEMO_PAIR / "target" / "tokenizer.json", PromptFormat("{{ a }}", {"b": "<b>"}))
+HANDSHAKE = Handshake(
+    ServedModel("m", TOKENIZER, Limits(VOCAB, CONTEXT), (1, 2), 16, 1000),
+    max_queue_size=7,
+    out_of_vocab="clamp",
+    excludes_input=True,
+    cancellation_period_s=0.05,
 )
 FULL = Request(
     "r",
@@ -82,55 +85,55 @@ def same(left: object, right: object) -> bool:
 
 
 @pytest.mark.parametrize(
-    "value", [Call("submit", "client", FULL), Call("stop", "x"), News(HELLO), News(outputs=[ANSWER])]
+    "value", [Command("submit", "client", FULL), Command("stop", "x"), Event(HANDSHAKE), Event(outputs=[ANSWER])]
 )
-def test_what_crosses_comes_out_equal(value: Call | News):
+def test_what_crosses_comes_out_equal(value: Command | Event):
     back = unpack(type(value), pack(value))
     assert same(back, value)
-    if isinstance(back, Call) and back.request is not None:
+    if isinstance(back, Command) and back.request is not None:
         assert back.request.sampling == FULL.sampling
         assert back.request.prompt_ids.dtype == np.int64 and back.request.prompt_ids.tolist() == [0, 1, 2, 3, 4]
         assert replace(back.request, prompt_ids=FULL.prompt_ids, sampling=FULL.sampling).guide == "start: /a/"
-    if isinstance(back, News) and back.outputs:
+    if isinstance(back, Event) and back.outputs:
         (output,) = back.outputs
         assert output.context_logits is not None and output.context_logits.shape == (2, 3)
         assert output.generation_logits is not None and output.generation_logits.shape == (0, 3)
         assert output.finish_reason is FinishReason.STOP_WORDS
-    if isinstance(back, News) and back.hello:
-        assert back.hello == HELLO
+    if isinstance(back, Event) and back.handshake:
+        assert back.handshake.model.tokenizer.encode("def f(x):") == TOKENIZER.encode("def f(x):")
 
 
 def test_objects_do_not_cross():
     grammar = object()
     guided = replace(FULL, sampling=replace(FULL.sampling, grammar=grammar))  # pyright: ignore[reportArgumentType]
     with pytest.raises(PackingError, match="object is no plain data"):
-        pack(Call("submit", "", guided))
+        pack(Command("submit", "", guided))
     with pytest.raises(PackingError, match="array of object"):
-        pack(Call("submit", "", replace(FULL, prompt_ids=np.array([print], object))))
+        pack(Command("submit", "", replace(FULL, prompt_ids=np.array([print], object))))
 
 
-def plain_call(**changes: object) -> bytes:
+def plain_command(**changes: object) -> bytes:
     """A submit as a map, with fields of its request changed."""
-    call = msgpack.unpackb(pack(Call("submit", "", request("r", [1, 2]))))
+    call = msgpack.unpackb(pack(Command("submit", "", request("r", [1, 2]))))
     call["request"] |= changes
     return pack(call)
 
 
 IDS = {"dtype": "int64", "shape": [2], "bytes": bytes(16)}
 HOSTILE = [
-    (plain_call(surprise=1), "Call.request.surprise = 1: Request has no such field"),
-    (plain_call(max_tokens="9"), "Call.request.max_tokens = '9': must be of type int"),
-    (plain_call(max_tokens=True), "Call.request.max_tokens = True: must be of type int"),
-    (plain_call(end_ids=[1, "x"]), "Call.request.end_ids = 'x': must be of type int"),
-    (plain_call(sampling={"grammar": {"start": 1}}), "grammar = .*: must be left out"),
-    (plain_call(prompt_ids=[1, 2]), "prompt_ids = .*: must be an array"),
-    (plain_call(prompt_ids=IDS | {"dtype": "object"}), "prompt_ids.dtype = 'object': must be one of"),
-    (plain_call(prompt_ids=IDS | {"shape": [2**61]}), "prompt_ids.bytes"),
-    (plain_call(prompt_ids=IDS | {"shape": [-1]}), "prompt_ids.shape"),
-    (pack({"verb": "close", "id": "x"}), "Call.verb = 'close': must be one of submit"),
-    (pack({"verb": "__class__", "id": "x"}), "Call.verb"),
-    (pack({"verb": "stop"}), "Call.id = None: is missing"),
-    (pack([1]), "must be a map of the fields of Call"),
+    (plain_command(surprise=1), "Command.request.surprise = 1: Request has no such field"),
+    (plain_command(max_tokens="9"), "Command.request.max_tokens = '9': must be of type int"),
+    (plain_command(max_tokens=True), "Command.request.max_tokens = True: must be of type int"),
+    (plain_command(end_ids=[1, "x"]), "Command.request.end_ids = 'x': must be of type int"),
+    (plain_command(sampling={"grammar": {"start": 1}}), "grammar = .*: must be left out"),
+    (plain_command(prompt_ids=[1, 2]), "prompt_ids = .*: must be an array"),
+    (plain_command(prompt_ids=IDS | {"dtype": "object"}), "prompt_ids.dtype = 'object': must be one of"),
+    (plain_command(prompt_ids=IDS | {"shape": [2**61]}), "prompt_ids.bytes"),
+    (plain_command(prompt_ids=IDS | {"shape": [-1]}), "prompt_ids.shape"),
+    (pack({"verb": "close", "id": "x"}), "Command.verb = 'close': must be one of submit"),
+    (pack({"verb": "__class__", "id": "x"}), "Command.verb"),
+    (pack({"verb": "stop"}), "Command.id = None: is missing"),
+    (pack([1]), "must be a map of the fields of Command"),
     (pack(msgpack.ExtType(5, b"x")), "must be a map"),
     (pickle.dumps(("submit", "x")), "no MessagePack"),
     (b"\xdd\xff\xff\xff\xff", "no MessagePack"),
@@ -142,14 +145,14 @@ HOSTILE = [
 @pytest.mark.parametrize(("data", "error"), HOSTILE)
 def test_a_hostile_frame_is_refused_by_name(data: bytes, error: str):
     with pytest.raises(PackingError, match=error):
-        unpack(Call, data)
+        unpack(Command, data)
 
 
 @pytest.mark.parametrize(
     "error", [QueueFullError(3), RequestError("top_p", 2, "must lie in (0, 1]"), ConfigError("x"), FrameError("y")]
 )
 def test_errors_keep_their_code_and_field_across_the_link(error: FaserError):
-    back = unpack(News, pack(News(error=error.failure))).error
+    back = unpack(Event, pack(Event(error=error.failure))).error
     assert back is not None
     restored = FailedError(back)
     assert (str(restored), restored.code, restored.field) == (str(error), error.code, error.field)
@@ -166,7 +169,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
     """The socket of a link to a fake engine."""
     engine, _ = fake_engine()
     loop = EngineLoop(engine)
-    server = LinkServer(loop, HELLO, tmp_path / "engine.sock")
+    server = LinkServer(loop, HANDSHAKE, tmp_path / "engine.sock")
     yield tmp_path / "engine.sock"
     server.close()
     loop.close()
@@ -174,7 +177,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
 
 def test_requests_over_the_link_get_the_tokens_that_they_get_without_it(path: Path):
     link = SocketLink(path, 5.0)
-    assert link.hello == HELLO
+    assert same(link.handshake, HANDSHAKE)
     link.submit(request("r", [1, 2, 3]), "client")
     link.submit(request("bad", [1, 2, 3], max_tokens=10**6), "client")
     tokens, errors, open_ids = [], [], {"r", "bad"}
@@ -192,7 +195,10 @@ def test_requests_over_the_link_get_the_tokens_that_they_get_without_it(path: Pa
 
 BAD_BYTES = [
     (struct.pack(">Q", 3) + b"\xc1\xc1\xc1", "no MessagePack"),
-    (struct.pack(">Q", MAX_CALL_BYTES + 1), f"frame = {MAX_CALL_BYTES + 1} bytes: must be at most {MAX_CALL_BYTES}"),
+    (
+        struct.pack(">Q", MAX_COMMAND_BYTES + 1),
+        f"frame = {MAX_COMMAND_BYTES + 1} bytes: must be at most {MAX_COMMAND_BYTES}",
+    ),
     (struct.pack(">Q", 2**64 - 1), "must be at most"),
     (struct.pack(">Q", 100) + b"abc", "ends after 3 of 100 bytes"),
     (b"\0\0\0", "ends after 3 bytes of its length"),
@@ -205,10 +211,10 @@ def test_who_sends_bad_frames_is_told_and_hung_up_on(path: Path, data: bytes, er
     with socket.socket(socket.AF_UNIX) as stream:
         stream.connect(str(path))
         frames = FrameSocket(stream, max_received=1 << 20, max_sent=1 << 20)
-        assert unpack(News, frames.receive() or b"").hello == HELLO
+        assert same(unpack(Event, frames.receive() or b"").handshake, HANDSHAKE)
         stream.sendall(data)
         stream.shutdown(socket.SHUT_WR)
-        told = unpack(News, frames.receive() or b"").error
+        told = unpack(Event, frames.receive() or b"").error
         assert told is not None and error in told.message
         assert frames.receive() is None
     other.submit(request("r", [1, 2]), "")  # nobody else notices
@@ -223,7 +229,7 @@ def test_a_frame_that_is_too_long_is_not_sent():
 
 
 def test_logits_that_do_not_fit_into_a_frame_fail_their_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("faser_backend.triton.link.MAX_NEWS_BYTES", 3000)
+    monkeypatch.setattr("faser_backend.triton.link.MAX_EVENT_BYTES", 3000)
     link = SocketLink(path, 5.0)
     link.submit(request("big", list(range(20)) * 3, 4, wants_context_logits=True), "")
     link.submit(request("small", [1, 2, 3], 30, wants_generation_logits=True), "")

@@ -10,14 +10,14 @@ import pytest
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.triton.llmapi import LlmApiWire
-from tests.triton.test_contract import HELLO, TOKENIZER
+from tests.triton.test_contract import HANDSHAKE, TOKENIZER
 
 OUTPUTS = ["text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate"]
 
 
 def parse(**tensors):
     given = {"text_input": np.array([b"the fox"], dtype=object), **tensors}
-    (parsed,) = LlmApiWire().parse(given, "r", HELLO, TOKENIZER, is_decoupled=True)
+    (parsed,) = LlmApiWire().parse(given, "r", HANDSHAKE, is_decoupled=True)
     return parsed
 
 

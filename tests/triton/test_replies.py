@@ -11,7 +11,7 @@ from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.tensor_io import Reply
 from faser_backend.triton.tensors import TEXT_OUTPUTS
 from tests.support.serving_pair import END_ID
-from tests.triton.test_contract import HELLO, TOKENIZER, VOCAB, number, parse, text
+from tests.triton.test_contract import MODEL, TOKENIZER, VOCAB, number, parse, text
 
 ALL_OUTPUTS = ["output_ids", "sequence_length", *(spec.name for spec in TEXT_OUTPUTS if "logits" not in spec.name)]
 FLAGS = ("return_log_probs", "return_perf_metrics", "return_num_input_tokens", "return_num_output_tokens")
@@ -69,7 +69,7 @@ def test_half_a_character_is_no_news():
     reply = Reply(parse(stream=number(True, bool)), ["text_output"], TOKENIZER)
     half = TOKENIZER.token_bytes.index(b"\xe6")
     reply.add(EngineOutput("r", [half]))
-    assert not reply.has_news
+    assert not reply.has_new_output
     reply.add(finished([]))
     assert [(name, array.tolist()) for name, array in reply.render()] == [("text_output", ["\ufffd".encode()])]
 
@@ -97,8 +97,7 @@ def test_converters_round_trip_and_pad():
                 "REQUEST_OUTPUT_LEN": np.array([[3], [4]], np.int32),
                 "STOP_WORDS_DICT": np.array([[b"fox"], [b""]], dtype=object),
             },
-            HELLO,
-            TOKENIZER,
+            MODEL,
         )
     )
     lengths = arrays["REQUEST_INPUT_LEN"]

@@ -1,0 +1,61 @@
+"""`ServedModel`: an engine's model as the programs that read clients' requests see it.
+
+The engine's process makes one and sends it to the frontends (triton/link.py); the OpenAI server and the Python API make
+their own from the engine directory.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from faser_backend.core.request import Limits
+from faser_backend.manifest import EngineManifest
+from faser_backend.serving.log_format import about
+from faser_backend.text.guides import GuideCompiler
+from faser_backend.text.tokenizer import TextTokenizer
+
+_log = logging.getLogger(__name__)
+MIN_TEXT_BYTES = 64 << 10
+MAX_TOKEN_BYTES = 16  # bytes per token of a text that fits the context, however long the longest token is
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Everything that turns a client's prompt into a request to the engine."""
+
+    name: str
+    tokenizer: TextTokenizer
+    limits: Limits
+    end_ids: tuple[int, ...]
+    kv_block_size: int
+    max_text_bytes: int  # of one prompt or conversation, before it is tokenised
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        manifest: EngineManifest,
+        limits: Limits,
+        tokenizer: TextTokenizer,
+        max_text_bytes: int | None = None,
+    ) -> ServedModel:
+        """max_text_bytes: None allows what may fit into the context."""
+        if max_text_bytes is None:
+            token_bytes = min(tokenizer.longest_token, MAX_TOKEN_BYTES)
+            max_text_bytes = max(MIN_TEXT_BYTES, limits.max_context * token_bytes)
+        return cls(name, tokenizer, limits, manifest.end_ids, manifest.kv_block_size, max_text_bytes)
+
+    def guide_compiler(self) -> GuideCompiler:
+        assert self.tokenizer.file is not None
+        return GuideCompiler(self.tokenizer.file, self.limits.vocab_size, self.end_ids)
+
+    def clamp_max_tokens(self, value: int, num_prompt_tokens: int, request_id: str) -> int:
+        """Returns value, or the number of tokens that the context holds behind the prompt, and logs the difference."""
+        room = self.limits.max_context - num_prompt_tokens
+        if value > room >= 1:
+            message = "max_tokens = %d: clamped to %d, as the context of %d tokens holds a prompt of %d"
+            client_id = request_id.partition(".")[0]
+            _log.warning(message, value, room, self.limits.max_context, num_prompt_tokens, extra=about(client_id))
+            return room
+        return value
