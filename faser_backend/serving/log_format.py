@@ -67,7 +67,7 @@ def about(request_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def log_request(life: RequestLife) -> None:
-    """A line per request that has ended, with its id and counts; a request_life.Listener."""
+    """Logs a line for an ended request, with its id and counts (a request_life.Listener)."""
     sequences = life.sequences.values()
     fields = {
         "num_input_tokens": sum(each.num_prompt_tokens for each in sequences),
