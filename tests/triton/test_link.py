@@ -45,28 +45,11 @@ from faser_backend.triton.link import (
 from tests.support.harness import CONTEXT, VOCAB, drive, fake_engine, request
 
 TOKENIZER = TextTokenizer.from_file(DEMO_PAIR / "target" / "tokenizer.json", PromptFormat("{{ a }}", {"b": "<b>"}))
-HANDSHAKE = Handshake(
-    ServedModel("m", TOKENIZER, Limits(VOCAB, CONTEXT), (1, 2), 16, 1000),
-    max_queue_size=7,
-    out_of_vocab="clamp",
-    excludes_input=True,
-    cancellation_period_s=0.05,
-)
-FULL = Request(
-    "r",
-    np.arange(5, dtype=np.int64),
-    9,
-    Sampling(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2, 2**64 - 1, {3: -math.inf, 4: 1.5}, ((1, 2), (3,))),
-    (1,),
-    ((4, 5),),
-    0,
-    (6,),
-    True,
-    True,
-    True,
-    True,
-    guide="start: /a/",
-)
+MODEL = ServedModel("m", TOKENIZER, Limits(VOCAB, CONTEXT), (1, 2), 16, 1000)
+HANDSHAKE = Handshake(MODEL, 7, "clamp", True, 0.05)
+SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2, 2**64 - 1, {3: -math.inf, 4: 1.5}, ((1, 2), (3,)))
+IDS_5, FLAGS = np.arange(5, dtype=np.int64), (True, True, True, True)
+FULL = Request("r", IDS_5, 9, SAMPLING, (1,), ((4, 5),), 0, (6,), *FLAGS, guide="start: /a/")
 ANSWER = EngineOutput(
     "r",
     [1, 2],
