@@ -75,7 +75,7 @@ def test_the_demo_pairs_manifest_says_what_was_built(dtype: str, demo: dict[str,
 
 
 def check_tensors(segment: SegmentSpec, layers: range, dtype: str, *, inputs: set[str], outputs: set[str]) -> None:
-    """As the manifest's docstring says of this runtime."""
+    """Returns the tensors that the manifest's docstring lists for this runtime."""
     shared = {"positions", "pad_idx", "unpad_idx", "block_table", "columns", "context_lens"}
     by_name = {tensor.name: tensor for tensor in (*segment.inputs, *segment.outputs)}
     pools = {f"{name}_pool.{layer}" for layer in layers for name in "kv"}
