@@ -103,7 +103,7 @@ def merge_repeats(repeats: Sequence[dict[str, Any]], kept: Sequence[str] = PAIRE
 
 
 def count_different(answers: list[Answer], reference: list[Answer]) -> int:
-    """Answers that differ from the reference policy's to the same job."""
+    """Returns the number of answers that differ from the reference policy's answer to the same job."""
     return sum(a.digest != b.digest for a, b in zip(answers, reference, strict=True))
 
 
@@ -148,7 +148,7 @@ def add_category_speedups(categories: Categories, reference: Categories) -> None
 
 
 def category_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """For tables: a row per category and contestant of one load, the contestants of a category side by side."""
+    """Returns table rows of one load, one per category and contestant, sorted by category."""
     for category in rows[0]["categories"] if rows else ():
         for row in rows:
             yield {"category": category, "policy": row["policy"], **row["categories"][category]}

@@ -69,7 +69,7 @@ LOADS = (Load("low", 1), Load("middle", 8), Load("saturating", MAX_NUM_SEQS), BU
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """How much is measured."""
+    """The size of a benchmark."""
 
     repeats: int
     cell_s: float  # of one closed loop at the reference's speed
@@ -93,7 +93,7 @@ class Sizing:
 
 
 def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:
-    """Everyone, but in a short run the ablations sit out the bursty load, which takes real time."""
+    """Returns all contestants; a short run leaves the ablations out of the bursty load, which takes real time."""
     if load.is_open and not sizing.bursty_ablations:
         return [contestant for contestant in contestants if not contestant.options]
     return contestants
@@ -122,7 +122,7 @@ def choose_contestants(
 
 
 def split_names(text: str) -> list[str]:
-    """Contestants separated by commas."""
+    """Splits a comma-separated list of contestants."""
     return [*filter(None, map(str.strip, text.split(",")))]
 
 

@@ -36,20 +36,20 @@ T = TypeVar("T")
 
 
 class Feed(Protocol):
-    """When requests are submitted; seconds since the start of the run."""
+    """A schedule of submissions, in seconds since the start of the run."""
 
     def num_due(self, now_s: float, num_ended: int) -> int:
-        """Requests that should have been submitted by now."""
+        """Returns the number of requests that are due."""
         ...
 
     def due_s(self, index: int, now_s: float) -> float:
-        """From when on request `index` waits."""
+        """Returns the time at which request `index` is due."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
-    """num_clients requests in flight, each answer followed by the next request."""
+    """A schedule that keeps num_clients requests in flight."""
 
     num_clients: int
 
@@ -62,7 +62,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """Requests at given times, ascending; the wait until a step has ended counts as theirs."""
+    """A schedule of given, ascending times. The wait for the end of a step counts as the request's."""
 
     arrivals_s: list[float]
 
@@ -79,12 +79,12 @@ class RunClock(Protocol):
     def now_s(self) -> float: ...
 
     def skip(self, seconds: float) -> None:
-        """Goes forward at once, where there is nothing to do but wait. Never backward."""
+        """Advances the clock at once, instead of waiting. A negative time is ignored."""
         ...
 
 
 class OwnClock:
-    """Nanoseconds that stand still while others have their turn."""
+    """A clock in nanoseconds that stops while other engines run."""
 
     def __init__(self) -> None:
         self._lag_ns = 0  # behind the machine's clock
@@ -97,17 +97,17 @@ class OwnClock:
         return self.now_ns() / 1e9
 
     def stop(self) -> None:
-        """Must run."""
+        """Stops the clock, which must be running."""
         self._stopped_ns = time.perf_counter_ns()
 
     def go_on(self) -> None:
-        """Must stand still."""
+        """Resumes the clock, which must be stopped."""
         assert self._stopped_ns is not None
         self._lag_ns += time.perf_counter_ns() - self._stopped_ns
         self._stopped_ns = None
 
     def skip(self, seconds: float) -> None:
-        """Goes forward at once, where there is nothing to do but wait. Never backward."""
+        """Advances the clock at once, instead of waiting. A negative time is ignored."""
         self._lag_ns -= max(round(seconds * 1e9), 0)
 
 
@@ -153,7 +153,7 @@ def turn_orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
 
 
 class InProcess:
-    """One engine per name, all loaded, so that repeats can take turns."""
+    """Several loaded engines, by name, which run alternately."""
 
     def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
         self._tokenizer = load_tokenizer(engine_dir / "tokenizer.json")
@@ -186,7 +186,7 @@ class InProcess:
         return serving_knowledge(self._engine_dir, EngineManifest.load(self._engine_dir), config)
 
     def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-        """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
+        """Keeps num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
         return self.serve(policy, jobs, ClosedLoop(num_clients))
 
     def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Answer], float]:
@@ -196,7 +196,7 @@ class InProcess:
     def serve_in_turns(
         self, names: Sequence[str], jobs: list[Job], feed: Feed, on_turn: Callable[[float], None] = lambda share: None
     ) -> dict[str, tuple[list[Answer], float]]:
-        """`serve` for each of the engines, which all get the same jobs. on_turn: is told the share that is done."""
+        """Runs `serve` alternately for several engines with the same jobs. on_turn: takes the share that is done."""
         runs = {
             name: serve_requests(
                 self._engines[name], self._clocks[name], [self.request(i, job) for i, job in enumerate(jobs)], feed

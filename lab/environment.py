@@ -77,7 +77,7 @@ def parse_gpu(line: str) -> dict[str, str]:
 
 
 def installed_versions(names: tuple[str, ...]) -> dict[str, str | None]:
-    """None: not installed."""
+    """Returns the version of a package, or None if it is not installed."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -110,12 +110,12 @@ def command_line() -> str:
 
 
 def without_places(text: str) -> str:
-    """Absolute paths, which errors and command lines are full of, become the names of their files."""
+    """Replaces absolute paths by the names of their files."""
     return re.sub(r"(?<![\w.~$}/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
 
 
 def as_lines(meta: dict[str, Any]) -> list[str]:
-    """Two lines for people: what a table's reader must know."""
+    """Returns two lines that a table's reader needs."""
     where = f"{meta['device']}, {meta['num_cores']} cores" + (f", {meta['gpu']}" if meta.get("gpu") else "")
     packages = ", ".join(f"{name} {number or 'not installed'}" for name, number in meta["versions"].items())
     return [

@@ -27,7 +27,7 @@ WINDOW_STRIDE = 977  # tokens between two prompts; a prime, so that wrapped wind
 
 
 def interleaved(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """One prompt of each category in turn, so that the first few cover all of them; within one in the given order."""
+    """Returns the prompts with categories alternating, each category in its given order."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)
@@ -55,7 +55,7 @@ class PromptSet:
     num_left_out: int
 
     def as_dict(self) -> dict[str, object]:
-        """For the meta data of results."""
+        """Returns plain values for the meta data of results."""
         return {
             "name": self.name,
             "is_chat": self.is_chat,
@@ -97,7 +97,7 @@ def load_prompt_set(
 
 
 def _longest(manifest: EngineManifest, limits: PromptLimits) -> tuple[int, str]:
-    """Most tokens of a prompt, and in words which limit that is."""
+    """Returns the most tokens of a prompt, and which limit that is, in words."""
     if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < 1:
         raise ConfigError(f"--max-prompt-tokens = {limits.max_prompt_tokens}: must be at least 1")
     context = ModelPair(manifest.target, manifest.draft).max_context
@@ -142,6 +142,6 @@ class PromptMaker:
             raise ConfigError("prompts: no text to cut prompts from")
 
     def prompt(self, num_tokens: int, index: int) -> str:
-        """Window number `index`; windows wrap around."""
+        """Returns the text of window `index`; windows wrap around."""
         start = index * WINDOW_STRIDE
         return self._tokenizer.decode(self._ids.take(range(start, start + num_tokens), mode="wrap").tolist())

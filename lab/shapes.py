@@ -91,7 +91,7 @@ TINY_PAIR = Pair("tiny", _tiny(3, 64), _tiny(1, 32), (1,), 4)  # checks code, sa
 
 
 def layer_weights(spec: ModelSpec) -> int:
-    """Numbers in the matrices of one layer."""
+    """Returns the number of weights in the matrices of one layer."""
     attention = spec.hidden_size * spec.head_dim * 2 * (spec.num_heads + spec.num_kv_heads)
     return attention + 3 * spec.hidden_size * spec.intermediate_size
 
@@ -101,12 +101,12 @@ def head_weights(spec: ModelSpec) -> int:
 
 
 def weight_count(spec: ModelSpec) -> int:
-    """Numbers that a call with logits reads: all layers and the head, the embedding's few rows left out."""
+    """Returns the number of weights that a call with logits reads: all layers and the head."""
     return spec.num_layers * layer_weights(spec) + head_weights(spec)
 
 
 def stored_count(spec: ModelSpec) -> int:
-    """Numbers in memory: the embedding too, unless it is the head."""
+    """Returns the number of weights in memory: with the embedding, unless it is also the head."""
     return weight_count(spec) + (0 if spec.tie_word_embeddings else head_weights(spec))
 
 
@@ -115,12 +115,12 @@ def kv_bytes_per_token(spec: ModelSpec, itemsize: int = 2) -> int:
 
 
 def row_flops(spec: ModelSpec) -> float:
-    """Operations of the matrix products of one row with logits: a multiplication and an addition per weight."""
+    """Returns the operations of one row with logits: a multiplication and an addition per weight."""
     return 2.0 * weight_count(spec)
 
 
 class AttentionShape(NamedTuple):
-    """B sequences of `rows` rows each after `context` tokens."""
+    """Returns a call of B sequences with `rows` rows each behind `context` tokens."""
 
     num_sequences: int
     context: int

@@ -87,7 +87,7 @@ class StepLog:
 
 
 class Lost(NamedTuple):
-    """Draft tokens that were never tested and would have been accepted, by why they were not."""
+    """Returns the number of untested draft tokens that would have been accepted, by reason."""
 
     to_trim: int
     to_exit: int
@@ -114,7 +114,7 @@ def count_lost(notes: list[StepNote]) -> Lost:
 
 
 def figures(log: StepLog, num_layers: int) -> dict[str, float]:
-    """Everything that bench.json says of a run beyond its answers; num_layers are the target's."""
+    """Returns the figures of a run in bench.json beyond its answers. num_layers: of the target."""
     notes = log.notes
     drafted, rows, kept, accepted, emitted = (
         np.concatenate([getattr(note, name) for note in notes])
@@ -192,7 +192,7 @@ def planning_us(laps: list[PhaseEvent]) -> list[float]:
 
 
 def _union_us(laps: list[PhaseEvent]) -> float:
-    """Time that at least one lap covers; the lanes' laps may overlap."""
+    """Returns the time that at least one lap covers; laps of lanes may overlap."""
     spans = np.array(sorted((lap.start_ns, lap.end_ns) for lap in laps), np.int64)  # [L, 2]
     ends = np.maximum.accumulate(spans[:, 1])
     starts = np.maximum(spans[:, 0], np.concatenate([[spans[0, 0]], ends[:-1]]))

@@ -31,7 +31,7 @@ class Column:
 
 
 def number(value: Any) -> str:
-    """Three significant digits of a float, whole numbers whole; anything else as it is."""
+    """Formats a number with three significant digits; integers and other values stay as they are."""
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):

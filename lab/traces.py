@@ -36,13 +36,13 @@ class Trace:
 
     @property
     def rate(self) -> float:
-        """Mean requests per second."""
+        """Returns the mean requests per second."""
         span = float(self.arrivals_s[-1])
         return (len(self) - 1) / span if span > 0 else float("inf")
 
     @property
     def longest(self) -> int:
-        """Most tokens of a request, prompt and output."""
+        """Returns the largest number of tokens of a request, prompt and output together."""
         return int((self.num_prompt_tokens + self.num_output_tokens).max())
 
 
@@ -84,7 +84,7 @@ def scaled(trace: Trace, rate: float) -> Trace:
 
 
 def arriving_as(trace: Trace, other: Trace) -> Trace:
-    """This trace's lengths with another's arrivals. Raises ConfigError where the other is shorter."""
+    """Returns this trace's lengths with another's arrivals. Raises ConfigError if the other is shorter."""
     if len(other) < len(trace):
         raise ConfigError(f"arrivals: {len(other)} requests are too few for {len(trace)}")
     return replace(trace, arrivals_s=other.arrivals_s[: len(trace)], description=other.description)
@@ -143,7 +143,7 @@ def fitted_to(trace: Trace, max_context: int) -> Trace:
 def make_lengths(
     count: int, rng: np.random.Generator, medians: tuple[int, int] = (MEDIAN_PROMPT_TOKENS, MEDIAN_OUTPUT_TOKENS)
 ) -> Trace:
-    """Made-up lengths of prompts and outputs; all arrive at once."""
+    """Returns a trace of synthetic lengths; all requests arrive at once."""
     prompts, outputs = (
         np.clip(rng.lognormal(math.log(median), LENGTH_SIGMA, count), 4, 4 * median).astype(np.int64)
         for median in medians

@@ -74,7 +74,7 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
 
 
 class BenchRun:
-    """One run. `missing` and `warnings` are told in the report."""
+    """One run of the benchmark. The report shows `missing` and `warnings`."""
 
     def __init__(self, options: BenchOptions, sizing: Sizing) -> None:
         """Reads everything that is asked: what is wrong with it is said before anything takes time."""
@@ -151,7 +151,7 @@ class BenchRun:
         return is_whole
 
     def _load_prompts(self) -> PromptSet:
-        """Prompts of closed loops; says on stderr which are left out."""
+        """Returns the prompts of closed loops, and prints on stderr which are left out."""
         options = self._options
         limits = PromptLimits(max(self._sizing.max_tokens, TIMELINE_TOKENS), options.max_prompt_tokens)
         prompts = load_prompt_set(options.prompts, self._engine_dir, self._manifest, limits, is_chat=options.is_chat)
@@ -195,7 +195,7 @@ class BenchRun:
         )
 
     def _open(self, place: InProcess, bar: Any) -> list[Contestant]:
-        """Loads an engine for each; an ablation that cannot run here is named among what is missing."""
+        """Loads an engine for each contestant, and lists ablations that cannot run here as missing."""
         task = bar.add_task("loading engines", total=len(self._contestants))
         opened = []
         for contestant in self._contestants:
@@ -233,7 +233,7 @@ class BenchRun:
     def _timelines(
         self, place: InProcess, bar: Any, sizing: Sizing, latest_s: float
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Events of a few hundred steps of each pipeline mode, and the modes by name."""
+        """Returns events of a few hundred steps of each pipeline mode, and the names of the modes."""
         task = bar.add_task("timelines", total=len(MODES))
         events: list[dict[str, Any]] = []
         shown: list[str] = []
@@ -262,7 +262,7 @@ class BenchRun:
 
 
 def write_files(output: Path, bench: dict[str, Any], events: list[dict[str, Any]]) -> None:
-    """All files are complete before the first replaces an older one."""
+    """Writes all files; each is complete before any of them replaces an older one."""
     texts = {
         "bench.json": json.dumps(bench, indent=1) + "\n",
         "report.html": render(bench),

@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 
 def groups(rows: list[Row]) -> dict[tuple[str, float], list[Row]]:
-    """Rows of the same load and temperature, in order."""
+    """Returns the rows grouped by load and temperature, in order."""
     found: dict[tuple[str, float], list[Row]] = {}
     for row in rows:
         found.setdefault((row["load"], row["temperature"]), []).append(row)
@@ -27,7 +27,7 @@ def groups(rows: list[Row]) -> dict[tuple[str, float], list[Row]]:
 
 
 def speedups(row: Row, reference: Row) -> list[float]:
-    """Throughput over the reference's, in each repeat."""
+    """Returns throughput relative to the reference, for each repeat."""
     pairs = zip(row["tokens_per_s_repeats"], reference["tokens_per_s_repeats"], strict=True)
     return [mine / others for mine, others in pairs]
 
@@ -39,7 +39,7 @@ def latency_gains(row: Row, reference: Row) -> list[float]:
 
 
 def gains(row: Row, reference: Row) -> list[float]:
-    """By what factor `row` does better than `reference` in the measure of its load, in each repeat."""
+    """Returns the gain of `row` over `reference` in the metric of its load, for each repeat."""
     return (latency_gains if row["load"] == BURSTY.name else speedups)(row, reference)
 
 
@@ -48,7 +48,7 @@ def gain(row: Row, reference: Row) -> float:
 
 
 def is_clear(row: Row, reference: Row) -> bool:
-    """Whether all repeats agree on which of the two does better, and by more than a little."""
+    """Returns whether all repeats agree which of the two is better, by a clear margin."""
     ratios = gains(row, reference)
     least = CLEAR_GAIN if len(ratios) > 1 else CLEAR_GAIN_OF_ONE
     return (min(ratios) > 1.0 or max(ratios) < 1.0) and abs(median(ratios) - 1.0) > least

@@ -78,7 +78,7 @@ def measure(
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts of closed loops, and the lengths of a bursty trace."""
+    """The prompts of closed loops, and the lengths of a bursty trace."""
 
     prompts: list[Prompt]
     maker: PromptMaker
@@ -88,7 +88,7 @@ class Workload:
 
 
 def reference_speeds(place: InProcess, workload: Workload) -> dict[str, Speed]:
-    """How fast the reference is under each closed load: one wave of short answers."""
+    """Measures the reference under each closed load, with one wave of short answers."""
     found = {}
     for load in CLOSED_LOADS:
         jobs = jobs_of(workload.prompts, load.num_clients, PROBE_TOKENS, 0.8, workload.seed)
@@ -176,7 +176,7 @@ class Ladder:
         return jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, seed), ClosedLoop(count)
 
     def _bursty(self, temperature: float) -> tuple[list[Job], Feed]:
-        """Requests in bursts, at a stated share of the rate at which the reference answers such requests."""
+        """Returns requests in bursts, at a share of the rate at which the reference answers such requests."""
         workload, seed = self._workload, self._workload.seed
         rng = np.random.default_rng(seed)
         lengths = fitted_to(workload.lengths or make_lengths(4096, rng), workload.max_context)

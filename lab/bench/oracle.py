@@ -60,7 +60,7 @@ class ReplayOracle(OraclePolicy):
 
 
 def make_oracle(engine: Engine, costs: CostModel) -> None:
-    """Puts the oracle in the place of an engine's policy, before its first step."""
+    """Replaces an engine's policy by the oracle. Call before its first step."""
     oracle = ReplayOracle(costs)
     engine.step_runner.scheduler.policy = oracle
     engine.step_runner.observers[0] = oracle.observe  # the policy's own, always the first

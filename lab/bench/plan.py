@@ -66,7 +66,7 @@ def plan_memory(manifest: EngineManifest, num_engines: int, available_bytes: int
 
 
 def available_memory() -> int:
-    """Bytes that can be taken without swapping."""
+    """Returns the bytes that can be allocated without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10
@@ -82,7 +82,7 @@ class Speed:
 
     @classmethod
     def of(cls, answers: Sequence[Answer], seconds: float) -> Speed:
-        """From one wave of answers of several tokens each."""
+        """Derives the speed from one wave of answers of several tokens each."""
         first_s = max(answer.response_s[0] - answer.start_s for answer in answers)
         num_tokens = max(len(answer.token_ids) for answer in answers)
         return cls(min(first_s, seconds), max(seconds - first_s, 0.0) / max(num_tokens - 1, 1))
@@ -102,14 +102,14 @@ def load_s(load: Load, sizing: Sizing, contestants: list[Contestant], speeds: Ma
 
 
 def timeline_s(sizing: Sizing, speeds: Mapping[str, Speed]) -> float:
-    """Seconds of the timeline of one mode."""
+    """Estimates the seconds of the timeline of one mode."""
     return TIMELINE_WAVES * speeds[CLOSED_LOADS[1].name].wave_s(sizing.max_tokens)
 
 
 def estimate_s(
     sizing: Sizing, contestants: list[Contestant], speeds: Mapping[str, Speed], timeline_modes: int = 0
 ) -> float:
-    """Seconds of all loads at all temperatures, and of timelines."""
+    """Estimates the seconds of all loads at all temperatures, and of the timelines."""
     loads_s = sum(load_s(load, sizing, contestants, speeds) for load in LOADS)
     return len(sizing.temperatures) * loads_s + timeline_modes * timeline_s(sizing, speeds)
 

@@ -40,7 +40,7 @@ SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
 
 @dataclass(slots=True)
 class Replayed:
-    """Measurements so far, at any time."""
+    """The measurements so far."""
 
     answers: list[Answer] = field(default_factory=list)
     lateness_ms: list[float] = field(default_factory=list)
@@ -144,14 +144,14 @@ async def _replay(
 
 
 def kind_of(error: Exception) -> str:
-    """Errors that differ in numbers alone are of one kind."""
+    """Returns the kind of an error: its text without numbers."""
     if isinstance(error, grpc.aio.AioRpcError):
         return f"gRPC {error.code().name}: {error.details()}"[:120]
     return re.sub(r"\d+", "N", str(error))[:120]
 
 
 def figures(replayed: Replayed, trace: Trace) -> dict[str, Any]:
-    """Plain values: counts, lateness, and the percentiles where anything was answered."""
+    """Returns plain values: counts, lateness, and percentiles if anything was answered."""
     seconds = replayed.end_s - replayed.start_s
     found: dict[str, Any] = {
         "num_requests": len(trace),
@@ -171,7 +171,7 @@ def figures(replayed: Replayed, trace: Trace) -> dict[str, Any]:
 
 
 def print_report(found: dict[str, Any]) -> None:
-    """For people, on stdout."""
+    """Prints the report on stdout."""
     state = "" if found["is_whole"] else "interrupted: "
     print(
         f"{state}{found['num_answered']} of {found['num_sent']} sent requests answered in {found['seconds']:.1f} s "

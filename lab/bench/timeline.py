@@ -21,7 +21,7 @@ SHOWN = {
 
 
 def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[dict[str, Any]]:
-    """Events of the last max_steps steps of a log, times in microseconds since the first of them."""
+    """Returns the events of the last max_steps steps of a log, in microseconds since the first of them."""
     notes = log.notes[-max_steps:]
     start, ends = notes[0].start_ns, [note.end_ns for note in notes]
     named = [("process_name", 0, name), *(("thread_name", tid, lane) for lane, tid in LANES.items())]

@@ -96,7 +96,7 @@ async def ask(stream: Any, incoming: AsyncIterator[Any], request: Any) -> list[R
 async def run_client(
     stub: Any, jobs: Iterator[tuple[int, Any]], answers: list[tuple[float, list[Received]] | None]
 ) -> None:
-    """One client: takes the next job when the one before is answered."""
+    """Runs one client, which sends its next job when the previous one is answered."""
     stream = stub.ModelStreamInfer()
     incoming = aiter(stream)
     for index, request in jobs:
@@ -106,7 +106,7 @@ async def run_client(
 
 
 async def run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-    """num_clients streams until all jobs are answered. Returns answers and seconds."""
+    """Runs num_clients streams until all jobs are answered. Returns answers and seconds."""
     requests = iter(list(enumerate(make_request(job, number) for number, job in enumerate(jobs))))
     answers: list[tuple[float, list[Received]] | None] = [None] * len(jobs)
     async with grpc.aio.insecure_channel(url) as channel:

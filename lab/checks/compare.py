@@ -119,7 +119,7 @@ def config_of(name: str, **options: Any) -> EngineConfig:
 
 
 def contestants(engine_dirs: Sequence[Path], policies: Sequence[str]) -> dict[str, tuple[Path, str]]:
-    """Engine directory and policy by name; the directory is in the name where there are several."""
+    """Returns engine directory and policy by name; names contain the directory if there are several."""
     return {
         f"{directory.name} {policy}" if len(engine_dirs) > 1 else policy: (directory, policy)
         for directory in engine_dirs
@@ -158,7 +158,7 @@ def measure_servers(
 
 
 def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Tokens/s of the lowest temperature by clients, a bar for each contestant. Returns the paths."""
+    """Draws tokens/s at the lowest temperature by clients, a bar per contestant. Returns the paths."""
     import matplotlib as mpl
 
     mpl.use("Agg")  # files only: no window system is needed

@@ -97,7 +97,7 @@ def _levels(*levels: float) -> list[AcceptanceProcess]:
 
 
 def all_worlds() -> list[ControlWorld]:
-    """Every row of the table."""
+    """Returns every row of the table."""
     memory, compute, tie = costs(100.0, 2000.0, 5.0), costs(2000.0, 100.0, 400.0), costs(300.0, 1000.0, 150.0)
     cheap_rows, slow_draft = costs(500.0, 1000.0, 100.0), costs(900.0, 1000.0, 40.0)
     mixed = Mixture(_levels(0.9, 0.6), lambda index: index % 2)
@@ -169,7 +169,7 @@ def all_worlds() -> list[ControlWorld]:
 
 
 def run(world: ControlWorld, spec: str, seed: int) -> dict[str, float]:
-    """Tokens per virtual second and mean latency in milliseconds of one policy."""
+    """Returns tokens per virtual second and mean latency in milliseconds of one policy."""
     rng = np.random.default_rng(seed)
     knowledge = _knowledge(world)
     policy = parse_policy(spec, lambda: knowledge)

@@ -84,7 +84,7 @@ class Comparison:
 
 
 def run_alone(engine: Engine, requests: Iterable[Request]) -> dict[str, list[int]]:
-    """Each request by itself, one after the other."""
+    """Returns the tokens of each request, run alone, one after the other."""
     return {request.request_id: write_all(engine, [request])[request.request_id] for request in requests}
 
 
@@ -210,7 +210,7 @@ def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperatu
 def check(
     engine_dir: Path, reference: Reference, requests: list[Request], label: str, options: dict[str, str]
 ) -> list[Comparison]:
-    """One way alone, mixed, and mixed on a pool so small that it must preempt."""
+    """Runs one configuration alone, mixed, and mixed with a pool so small that it must preempt."""
     manifest = EngineManifest.load(engine_dir)
     results: list[Comparison] = []
     size = manifest.kv_block_size

@@ -95,7 +95,7 @@ class LoadClient:
         self._process = stack.enter_context(ProcessPoolExecutor(1, get_context("spawn"), os.setsid))
 
     def run(self, url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-        """num_clients streams until all jobs are answered. Returns answers and seconds."""
+        """Runs num_clients streams until all jobs are answered. Returns answers and seconds."""
         return self._process.submit(_run_jobs, url, jobs, num_clients).result()
 
 

@@ -22,7 +22,7 @@ from faser_backend.lab.checks.target import OpenTarget
 
 
 def answer_to(target: OpenTarget, prompt: list[int], max_tokens: int) -> list[int]:
-    """Greedily, up to an end token, which is left out."""
+    """Generates greedily up to an end token, which is left out."""
     text, logits = list(prompt), target.logits(np.array(prompt))
     while len(text) < len(prompt) + max_tokens:
         token = int(logits[0].argmax())

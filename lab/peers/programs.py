@@ -135,7 +135,7 @@ class HttpPeer(ServerProcess):
         raise NotImplementedError
 
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-        """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
+        """Keeps num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
         with turn(self.process):
             return asyncio.run(self._run(jobs, num_clients))
 
@@ -245,7 +245,7 @@ class Library:
             raise
 
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
-        """num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
+        """Keeps num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
         assert self.process.stdin is not None
         order = {"num_clients": num_clients, "jobs": [asdict(job) for job in jobs]}
         with turn(self.process):
@@ -300,7 +300,7 @@ class Piece:
     takes_one: bool = False  # request at a time
 
     def missing(self) -> str:
-        """Why it cannot be measured here, "" if it can."""
+        """Returns why it cannot be measured here, or "" if it can."""
         return "" if self.program.exists() else f"not installed: {self.installed_by}"
 
     def described(self) -> str:
@@ -326,7 +326,7 @@ class Piece:
 
 
 def ours(stack: ExitStack, setting: Setting) -> dict[str, Run]:
-    """Through Triton: plain, with n-grams, and with a head where there is one."""
+    """Serves through Triton: without drafts, with n-grams, and with a head if there is one."""
     # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
     common = ["--no-prefix-reuse", "--num-threads", str(setting.threads)]
     plain = [*common, "--engine-dir", str(setting.engine_dir)]

@@ -182,7 +182,7 @@ class Outcomes:
         return self._exit_margins[place, slots, self._offsets(slots, positions)]
 
     def num_accepted(self, slot: int, position: int) -> int:
-        """How many tokens drafted from this position on will be accepted."""
+        """Returns how many tokens drafted from this position on will be accepted."""
         offset = position - int(self._starts[slot])
         differs = self._tokens[slot, offset:] != self._drafted[slot, offset:]
         return int(differs.argmax()) if differs.any() else differs.size

@@ -212,7 +212,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
 
 
 def find_capacity(options: SimulateOptions) -> Row:
-    """Policy and requests per second of the best static length while more requests wait than it can take."""
+    """Returns policy and requests per second of the best static length under saturation."""
     at_once = options.model_copy(update={"rate": AT_ONCE, "loads": None, "peak_trough": None})
     rows = simulate_all([(at_once, Contestant(name)) for name in STATIC], "capacity")
     best = max(rows, key=lambda row: row["middle_requests_per_s"])
@@ -255,7 +255,7 @@ def _follow_parent(pid: int) -> None:
 
 
 def simulate_one(job: tuple[SimulateOptions, Contestant]) -> Row:
-    """One row; a process of its own may run it."""
+    """Simulates one job and returns its row. A worker process may run it."""
     options, contestant = job
     world, trace = make_world(options, make_trace(options))
     config = EngineConfig.from_options(

@@ -103,7 +103,7 @@ def with_host(costs: CostModel, draft_call_ms: float, host_step_ms: float | None
 
 
 def kv_capacity_tokens(machine: Machine, pair: Pair) -> int:
-    """Tokens whose KV, of target and draft, fits beside the weights. Raises ConfigError where the weights do not."""
+    """Returns how many tokens' KV fits beside the weights. Raises ConfigError if the weights do not fit."""
     ways = machine.num_gpus
     target_bytes, draft_bytes = 2 * stored_count(pair.target), 2 * stored_count(pair.draft)
     free = ways * (MEMORY_SHARE * machine.memory_bytes - ACTIVATION_BYTES - draft_bytes) - target_bytes

@@ -74,7 +74,7 @@ class Outcome:
     num_preemptions: int
 
     def summary(self) -> dict[str, Any]:
-        """Plain figures for tables and JSON."""
+        """Returns plain figures for tables and JSON."""
         steps = figures(self.log, self.num_layers)
         num_tokens = sum(answer.num_tokens for answer in self.answers)
         return {
@@ -89,7 +89,7 @@ class Outcome:
 
 
 def run_open_loop(sim: SimEngine, trace: Trace) -> Outcome:
-    """Requests arrive at the trace's times, whatever the engine does. Raises FaserError where one fails."""
+    """Submits requests at the trace's times, whatever the engine does. Raises FaserError if one fails."""
     lengths = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     requests = [
         Request(str(index), np.zeros(num_prompt, np.int64), num_output, Sampling(seed=index))
@@ -185,7 +185,7 @@ class OraclePolicy:
         return Decision(np.minimum(accepted, best).tolist())
 
     def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
+        """Learns nothing."""
 
     def _num_accepted(self, sequence: RunningSequence) -> int:
         """The last token of a request is the one behind its draft."""

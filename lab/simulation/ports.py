@@ -41,7 +41,7 @@ class SimClock:
         return self._now_ns / 1e9
 
     def skip(self, seconds: float) -> None:
-        """Forward to an arrival, never short of it."""
+        """Advances the clock to an arrival, never short of it."""
         self._now_ns += max(math.ceil(seconds * 1e9), 1)
 
     def advance_us(self, duration_us: float) -> None:
@@ -156,7 +156,7 @@ class SimSampler:
         """Nothing to give back: the next request of the slot overwrites its rows."""
 
     def append(self, slot: int, tokens: list[int]) -> None:
-        """Outcomes do not depend on what was emitted."""
+        """Does nothing: outcomes do not depend on emitted tokens."""
 
     def forced(self, slot: int) -> list[int]:
         """Grammars are not simulated."""

@@ -25,7 +25,7 @@ ARRAYS = ("token_ids", "best_ids", "features", "hidden")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialogue:
-    """One conversation as its target saw it, prompt and answer; n tokens."""
+    """One conversation as the target saw it: prompt and answer, n tokens."""
 
     token_ids: np.ndarray  # [n] int32
     best_ids: np.ndarray  # [n] int32: what the target holds to be most likely behind each token
@@ -41,7 +41,7 @@ class Dialogue:
 
 
 def shard_paths(directory: Path) -> list[Path]:
-    """Finished shards in the order in which they were written."""
+    """Returns the finished shards in the order in which they were written."""
     return sorted(directory.glob("dialogues-*.safetensors"))
 
 

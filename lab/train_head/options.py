@@ -13,7 +13,7 @@ from faser_backend.core.config import Option, OptionTable
 
 
 class Stage(StrEnum):
-    """Typer takes no list of literals."""
+    """A stage of training. Typer accepts no list of literals."""
 
     WRITE = "write"
     TRAIN = "train"
@@ -25,9 +25,7 @@ class HeadOptions(OptionTable):
 
     target: Annotated[Path, Option("Target: a Hugging Face or TensorRT-LLM directory, or a GGUF file.")]
     output: Annotated[Path, Option("Directory of the head.")]
-    work: Annotated[
-        Path | None, Option("Data and checkpoints; kept, and gone on with.", shown_default="OUTPUT.work")
-    ] = None
+    work: Annotated[Path | None, Option("Folder of data and checkpoints, reused.", shown_default="OUTPUT.work")] = None
     stage: Annotated[list[Stage], Option("Run this stage alone; may be repeated.", shown_default="all")] = []  # noqa: RUF012
     tokens: Annotated[int, Option("Tokens that the target writes, held-out ones included.")] = 1_000_000
     passes: Annotated[int, Option("Passes over the data.")] = 3
@@ -42,14 +40,14 @@ class HeadOptions(OptionTable):
     matrix_rate: Annotated[float, Option("Learning rate of the layer's matrices (Muon).")] = 2e-3
     rate: Annotated[float, Option("Learning rate of the rest (AdamW).")] = 5e-4
     decay_share: Annotated[float, Option("Share of the steps in which rates fall to zero.")] = 0.5
-    num_slots: Annotated[int, Option("Conversations that are written side by side.")] = 64
+    num_slots: Annotated[int, Option("Conversations that are written together.")] = 64
     num_threads: Annotated[int | None, Option("CPU threads.", shown_default="all cores")] = None
     processes: Annotated[
         int, Field(ge=1), Option("Training processes, which share threads and batches and average weights.")
     ] = 1
-    device: Annotated[str, Option("Of training: cpu, cuda, or auto.")] = "auto"
-    precision: Annotated[Literal["bf16", "fp32"], Option("Of products in training.")] = "bf16"
-    seed: Annotated[int, Option("Of data and training.")] = 0
+    device: Annotated[str, Option("Train on cpu, cuda, or auto.")] = "auto"
+    precision: Annotated[Literal["bf16", "fp32"], Option("Precision of matrix products in training.")] = "bf16"
+    seed: Annotated[int, Option("Seed of data and training.")] = 0
     # No options of the command line:
     dialogues_per_shard: int = 64
     max_question: int = 192

@@ -103,7 +103,7 @@ def _run(trainer: Trainer, options: HeadOptions) -> None:
 
 
 def draw_curve(path: Path, progress: Progress) -> None:
-    """Loss, and agreement by depth over held-out dialogues."""
+    """Returns the loss and the agreement by depth on held-out dialogues."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     left.plot([rows / 1e6 for rows, _ in progress.losses], [loss for _, loss in progress.losses], linewidth=1)
     left.set(xlabel="rows learned from (millions)", ylabel="cross-entropy of depth 1 (nats)")

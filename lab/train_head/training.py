@@ -191,7 +191,7 @@ class Trainer:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the plan."""
+        """Returns the number of steps of the plan."""
         return len(self._batches())
 
     @property
@@ -270,7 +270,7 @@ class Trainer:
             parameter.div_(self._options.processes)
 
     def _learn(self, batch: Batch, num_steps: int) -> float:
-        """One step; returns the loss of the chains' first tokens, nats per row."""
+        """Runs one step. Returns the loss of the chains' first tokens, in nats per row."""
         options, step = self._options, self.progress.step
         left = (num_steps - step) / max(num_steps * options.decay_share, 1)
         share = min(1.0, (step + 1) / options.warmup_steps, left)
