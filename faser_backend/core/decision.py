@@ -1,6 +1,6 @@
 """A policy's decision for one step: lengths, trimming, early exit, pipeline mode and partition.
 
-A decision is data: it can be printed, compared and simulated. Applying it is the pipeline's work.
+A decision is data that can be printed, compared and simulated. The scheduler and the pipeline apply it.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ class TrimRule:
     offsets: np.ndarray  # [S] by slot, or [1] for all
     verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
     draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
-    tokens_per_us: float  # what the batch earns per time: turns times into tokens
-    row_price: float  # tokens that the time of one more row is worth, about as many rows as usual
-    draft_round_us: float = 0.0  # predicted time of drafting at all, beside the calls
+    tokens_per_us: float  # the price: throughput at the optimum, which converts time to tokens
+    row_price: float  # tokens that the time of one more row is worth, at the usual number of rows
+    draft_round_us: float = 0.0  # predicted time of drafting, beside its calls
 
     @property
     def main_logits(self) -> np.ndarray:
-        """[M] of the engine's drafter."""
+        """[M] log odds for the engine's drafter."""
         return self.match_logits[0] if self.match_logits.ndim == 2 else self.match_logits
 
     def draft_price(self, num_chains: int) -> float:
-        """Tokens that the time of a draft call for so many chains is worth; beyond draft_us, the last one's."""
+        """Returns the tokens that the time of a draft call for num_chains is worth; past draft_us, its last entry."""
         return self.tokens_per_us * float(self.draft_us[min(num_chains, self.draft_us.size - 1)])
 
     @property
     def draft_prices(self) -> np.ndarray:
-        """[B + 1] tokens that the time of a draft call is worth."""
+        """[B + 1] tokens that the time of a draft call is worth, by number of chains."""
         return self.tokens_per_us * self.draft_us
 
 
@@ -65,10 +65,10 @@ class ExitView:
     j gives at this exit, in logits, noise included.
     """
 
-    segment: int  # that was just run
+    segment: int  # the one that was just run
     exit_margins: np.ndarray  # [B, K]
     frontier: Frontier
-    num_rows: np.ndarray  # [B] rows that are still there
+    num_rows: np.ndarray  # [B] rows that are not pruned yet
     slots: np.ndarray  # [B]
 
 
@@ -82,22 +82,22 @@ class Pruner(Protocol):
 
     @property
     def num_candidates(self) -> int:
-        """That the exit head scores per row, the drafted token included."""
+        """Tokens that the exit head scores per row, the drafted token included."""
         ...
 
     def keep(self, view: ExitView) -> np.ndarray:
-        """[B] rows to keep, in [1, view.num_rows]. Row j (which processes drafted[:, j - 1]) may be pruned
+        """Returns the rows [B] to keep, in [1, view.num_rows]. Row j (which processes drafted[:, j - 1]) may be pruned
         because of entries [:, :j] of the view, never because of later ones: N must be a stopping time."""
         ...
 
 
 class Score(NamedTuple):
-    """A way to run the next steps, and the predicted totals of such a step over the batch."""
+    """A candidate: a way to run the next steps, with the predicted totals of such a step over the batch."""
 
     mode: PipelineMode | None  # None = plain decoding
     partition: str
-    num_draft_tokens: int  # most of one chain
-    floor: float  # of survival: chains below it end; 0 = all chains are alike
+    num_draft_tokens: int  # at most, per chain
+    floor: float  # chains whose survival falls below it end; 0 = all chains have one length
     num_rows: float  # verified beside the anchors
     num_accepted: float  # draft tokens, as the curves alone predict
     num_tokens: float  # emitted
@@ -110,9 +110,9 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """For the B sequences that are ready to decode. Only num_draft_tokens is needed.
+    """A decision for the B sequences that are ready to decode. Only num_draft_tokens is required.
 
-    Trees are drafted whole, and then verified whole: ValueError for a tree that is trimmed, pruned or overlapped.
+    Raises ValueError for a tree that is trimmed, pruned or overlapped: trees are drafted and verified whole.
     """
 
     num_draft_tokens: list[int]  # [B], 0 = plain decoding; the scheduler clips it to what a request can use
@@ -120,11 +120,11 @@ class Decision:
     partition: str = WHOLE
     trim: TrimRule | None = None
     pruner: Pruner | None = None
-    prefills_draft: bool = True  # prompts go through the draft as well; else it catches up before it drafts
-    trees: bool = False  # the draft tokens of a request form a tree: its best ones, whatever they follow
-    tokens_per_us: float = 0.0  # the throughput at the optimum that it was made by; 0: by none
-    scores: tuple[Score, ...] = ()  # what was weighed, for those who ask why
-    reason: str = ""  # in words, likewise
+    prefills_draft: bool = True  # the draft reads prompts too; else it catches up before it drafts
+    trees: bool = False  # the draft tokens of a request form a tree, not a chain
+    tokens_per_us: float = 0.0  # the price that it was made by; 0: none
+    scores: tuple[Score, ...] = ()  # of all candidates, for --explain and traces
+    reason: str = ""  # in words, for the same readers
 
     def __post_init__(self) -> None:
         if self.trees and self.mode is not PipelineMode.SERIAL:

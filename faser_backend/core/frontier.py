@@ -1,6 +1,8 @@
 """Values that the phases of a step exchange: a frontier, its verification, the acceptance.
 
-Plain values: in-flight work is an argument and a result, never hidden state.
+A *chain* is the draft tokens of one sequence, each following the one before. The *anchor* is the last emitted token of
+a sequence; neither KV cache holds it yet. A *row* is one token of one sequence in a model call. Proposing makes a
+`Frontier`, the target makes a `Verification` of it, and acceptance turns that into emitted tokens.
 """
 
 from __future__ import annotations
@@ -12,30 +14,30 @@ import numpy as np
 from faser_backend.core.ports import DeviceArray
 from faser_backend.core.tree import Tree
 
-# Sources of chains: the engine's drafter, which is its draft model or, where it has none, n-grams of the request's own
-# text; such n-grams beside a model; the client, who guessed it. Sources before CLIENT are the server's.
+# Sources of chains. MAIN: the engine's drafter, a draft model or, without one, n-grams of the request's own text.
+# NGRAM: n-grams beside a draft model. CLIENT: draft tokens in the request. The server makes all but CLIENT.
 MAIN, NGRAM, CLIENT = range(3)
 
 
 @dataclass(slots=True, eq=False)
 class Frontier:
-    """Draft tokens of B sequences, ready to be verified. Entries past num_drafted have no meaning.
+    """Draft tokens of B sequences, at most K each, ready to be verified. Entries past num_drafted have no meaning.
 
-    Row 0 of a sequence runs its anchor, row j its j-th draft token, which follows the one before it, or where there is
-    a tree any row before it. Fewer than num_drafted + 1 rows
-    means that the last ones are not worth running: what is tested then follows policy/acceptance.py.
+    Row 0 of a sequence runs its anchor, row j its j-th draft token. Row j - 1 tests draft token j; the last row of a
+    chain yields the bonus token. With fewer than num_drafted + 1 rows, tokens without a testing row are not emitted.
+    V is the vocabulary's size, C the number of candidates.
     """
 
     drafted: np.ndarray  # [B, K] int64, K = max(num_drafted)
     num_drafted: np.ndarray  # [B] int64
     num_rows: np.ndarray  # [B] int64, in [1, num_drafted + 1]
-    margins: np.ndarray | None = None  # [B, K] float32, how far ahead each draft token was, in logits
+    margins: np.ndarray | None = None  # [B, K] float32, the lead over the draft's second choice, in logits
     candidates: np.ndarray | None = None  # [B, K, C] int64, the draft's C best tokens, drafted[b, k] first
     # [B, K', V] float32, the distributions that tokens were drawn from; rejection sampling only. Columns past K' <= K
-    # are those of clients' chains alone: nobody drew such a token, and its distribution puts everything on it.
+    # belong to clients' chains alone: their tokens have probability 1.
     draft_probs: np.ndarray | None = None
-    tree: Tree | None = None  # None: all are chains
-    sources: np.ndarray = None  # type: ignore[assignment]  # [B] int64; all MAIN where none are given
+    tree: Tree | None = None  # the row that each token follows; None: all are chains
+    sources: np.ndarray = None  # type: ignore[assignment]  # [B] int64; default: all MAIN
 
     def __post_init__(self) -> None:
         if self.sources is None:
@@ -43,17 +45,17 @@ class Frontier:
 
     @classmethod
     def empty(cls, num_sequences: int) -> Frontier:
-        """Nothing drafted: verification is plain decoding."""
+        """Returns a frontier without draft tokens, whose verification is plain decoding."""
         zeros = np.zeros(num_sequences, np.int64)
         return cls(np.zeros((num_sequences, 0), np.int64), zeros, zeros + 1)
 
     @classmethod
     def whole(cls, drafted: np.ndarray, num_drafted: np.ndarray, draft_probs: np.ndarray | None = None) -> Frontier:
-        """Every draft token has its row, and there is a bonus row where num_drafted ends."""
+        """Returns a frontier in which every draft token and the bonus token have a row."""
         return cls(drafted, num_drafted, num_drafted + 1, draft_probs=draft_probs)
 
     def take(self, index: np.ndarray) -> Frontier:
-        """The chains or trees of sequences `index` [n], in that order."""
+        """Returns the chains or trees of sequences `index` [n], in that order."""
         optional = (self.margins, self.candidates, self.draft_probs)
         arrays = (None if array is None else array[index] for array in optional)
         tree = None if self.tree is None else self.tree.take(index)
@@ -62,18 +64,18 @@ class Frontier:
 
     @property
     def is_main(self) -> np.ndarray:
-        """[B] bool, chains that the engine's drafter has made, and run."""
+        """[B] bool: chains of the engine's drafter."""
         return self.sources == MAIN
 
     @property
     def is_client(self) -> np.ndarray:
-        """[B] bool, chains that clients brought along."""
+        """[B] bool: chains that clients sent."""
         return self.sources == CLIENT
 
 
 @dataclass(slots=True, eq=False)
 class Verification:
-    """The target's view of a frontier: row j of sequence b follows drafted[b, :j], or what leads to it in a tree."""
+    """The target's logits for a frontier: row j of sequence b follows drafted[b, :j], or its path in a tree."""
 
     logits: DeviceArray  # [R, V] float32, R = sum(num_kept)
     cu_rows: np.ndarray  # [B + 1] int64, prefix sums of num_kept
@@ -83,21 +85,21 @@ class Verification:
 
 @dataclass(slots=True, eq=False)
 class AcceptedPath:
-    """The way from the anchor through trees. Entries past num_emitted have no meaning."""
+    """The accepted path from the anchor through trees. Entries past num_emitted have no meaning."""
 
     rows: np.ndarray  # [B, D] int64, the row that each emitted token was drawn from; rows[:, 0] are the anchors'
-    num_tested: np.ndarray  # [B] int64, rows of the path that draft tokens follow: draws that were compared with some
+    num_tested: np.ndarray  # [B] int64, rows of the path whose draw was compared with draft tokens
 
 
 @dataclass(slots=True, eq=False)
 class Acceptance:
-    """Tokens that leave the step. Row b emits tokens[b, :num_emitted[b]]; what follows has no meaning.
+    """Emitted tokens. Sequence b emits tokens[b, :num_emitted[b]]; later entries have no meaning.
 
-    The last emitted token is the recovered token, or the bonus token where all were accepted; where
-    rows were trimmed or pruned and every tested token was accepted, it is the last accepted one.
+    The last one is the recovered token after a rejection, else the bonus token. If rows were trimmed (left out before
+    verification) or pruned (at an early exit) and all tested tokens were accepted, it is the last accepted one.
     """
 
     tokens: np.ndarray  # [B, K + 1] int64
-    num_accepted: np.ndarray  # [B] int64, drafted tokens kept, without bonus
+    num_accepted: np.ndarray  # [B] int64, draft tokens kept, bonus excluded
     num_emitted: np.ndarray  # [B] int64
-    path: AcceptedPath | None = None  # through trees; in chains row j is what token j was drawn from
+    path: AcceptedPath | None = None  # through trees; in a chain token j is drawn from row j

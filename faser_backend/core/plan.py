@@ -1,7 +1,4 @@
-"""The plan of one step, and the drafts that one step leaves for the next.
-
-Plain values: in-flight work is an argument and a result, never hidden state.
-"""
+"""The plan of one step, and the drafts that one step leaves for the next. The scheduler makes plans."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from faser_backend.core.sequence import Sequence
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens [start, start + num_tokens) of a sequence, run without logits unless the request wants those."""
+    """Tokens [start, start + num_tokens) of a sequence, run without logits unless the request asks for them."""
 
     sequence: Sequence
     start: int
@@ -25,7 +22,7 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class InFlight:
-    """Drafted, and not yet verified. Row b of the frontier follows the last token of sequences[b]."""
+    """Drafts that are not verified yet. Row b of the frontier follows the last token of sequences[b]."""
 
     sequences: list[Sequence]
     frontier: Frontier
@@ -41,7 +38,7 @@ class InFlight:
         return InFlight([self.sequences[row] for row in rows], frontier)
 
     def present(self) -> InFlight:
-        """Without the sequences that have left their slot: finished, cancelled or preempted."""
+        """Returns the drafts of the sequences that still hold a request slot: not finished, cancelled or preempted."""
         return self.take([row for row, sequence in enumerate(self.sequences) if sequence.slot >= 0])
 
 
@@ -50,8 +47,8 @@ class StepPlan:
     """The work of one step. Blocks for every position that it touches are already allocated.
 
     A serial step drafts for its decodes and then verifies them. An overlapped step verifies its decodes,
-    whose drafts are in flight, while the draft works on `drafts`: sequences that are verified later and,
-    running ahead, sequences of `decodes`, behind what is in flight for them.
+    whose drafts are in flight, while the draft model works on `drafts`: sequences that are verified later and, in
+    run-ahead mode, sequences of `decodes`, whose new tokens follow their drafts in flight.
     """
 
     decision: Decision
@@ -61,7 +58,7 @@ class StepPlan:
     drafts: list[Sequence] = field(default_factory=list)  # drafted beside the verification
     num_ahead_tokens: list[int] = field(default_factory=list)  # per entry of drafts, >= 1
     prefills: list[PrefillChunk] = field(default_factory=list)
-    draft_prefills: list[PrefillChunk] = field(default_factory=list)  # through the draft alone, which lags behind
+    draft_prefills: list[PrefillChunk] = field(default_factory=list)  # through the draft model alone, which lags behind
     admitted: list[Sequence] = field(default_factory=list)  # got a slot in this step
     num_reused_blocks: int = 0  # by the admissions of this step
     preempted: list[tuple[Sequence, int]] = field(default_factory=list)  # and the slot they gave up

@@ -1,4 +1,4 @@
-"""The record of a step, for policies, which learn from it, and for metrics and benchmarks."""
+"""The record of a step. Policies learn from it; metrics and benchmarks count it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from faser_backend.core.plan import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepRecord:
-    """One step that verified something, its tokens already committed. Arrays are the step's own: read only.
+    """A step that verified something, after the commit. Its arrays are shared with the step: read only.
 
     Row b of frontier, verification and acceptance belongs to plan.decodes[b].
     """
@@ -24,10 +24,10 @@ class StepRecord:
     num_tokens: np.ndarray  # [B] tokens of each sequence before the step
     start_ns: int
     end_ns: int
-    propose_us: float  # of the draft phase, which an overlapped step runs beside the verification
+    propose_us: float  # duration of the draft phase, which an overlapped step runs beside the verification
     verify_us: float
-    overlap_us: float  # time in which both phases ran
-    # In which the host saw the models read prompts, and the draft catch up; a GPU may go on with it later.
+    overlap_us: float  # while both phases ran
+    # While the host saw the target read prompts, and the draft catch up; a GPU may still work on them afterwards.
     prefill_us: float = 0.0
     draft_prefill_us: float = 0.0
 
@@ -37,15 +37,15 @@ class StepRecord:
 
     @property
     def server_rows(self) -> np.ndarray | slice:
-        """Index of the sequences without a client's chain: what became of such a chain says nothing of the draft."""
+        """Index of the sequences without a client's chain, whose acceptance says nothing about the draft."""
         return np.flatnonzero(~self.frontier.is_client) if self.has_clients else slice(None)
 
     @property
     def has_clients(self) -> bool:
-        """Whether a chain was a client's, whose rows no decision chose."""
+        """Whether any chain came from a client, so that no decision chose its rows."""
         return bool(self.frontier.is_client.any())
 
     @property
     def num_testable(self) -> np.ndarray:
-        """[B] draft tokens that a fully computed row tests."""
+        """[B] draft tokens whose testing row was fully computed."""
         return np.minimum(self.frontier.num_drafted, self.verification.num_kept)

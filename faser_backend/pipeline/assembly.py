@@ -1,6 +1,6 @@
-"""The one seam where an engine is put together: ports, a policy and a configuration become an `Engine`.
+"""The one place that assembles an engine from ports, a policy and a configuration.
 
-Serving, the simulator, the laboratory and the tests all come through here, each with ports of its own.
+Serving, the simulator, the laboratory and the tests all call it, each with their own ports.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def assemble(
     config: EngineConfig,
     observers: Iterable[Callable[[StepRecord], None]] = (),
 ) -> Engine:
-    """Returns the engine. config.policy is not read; `observers` hear of every step that verified something."""
+    """Returns the engine. config.policy is not read. `observers` are called after each step that verified."""
     blocks = BlockManager(
         ports.num_blocks,
         ports.kv_block_size,

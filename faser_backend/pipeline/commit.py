@@ -1,8 +1,7 @@
-"""The commit phase: accepted tokens enter their sequence, both KV caches are cut to what is true, and what a request
-wants beside its tokens is read off the verification.
+"""The commit phase: appends accepted tokens, cuts both KV caches to them, and collects logits and log-probabilities.
 
-Row j of a sequence's verification, or of its path through a tree, is what its j-th emitted token was drawn from; what a
-stop cuts off the tokens is cut off the rest, too.
+The j-th emitted token of a sequence is drawn from row j of its verification, or of its path through a tree. A stop
+that cuts off tokens cuts off their logits and log-probabilities too.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from faser_backend.pipeline.rows import DecodeBatch
 
 
 def move_accepted(target: ModelRunner, batch: DecodeBatch, acceptance: Acceptance) -> None:
-    """Moves keys and values of a tree's accepted path to the KV positions of its tokens. To be called before these are
-    committed. Does nothing for chains, whose rows lie right.
+    """Moves keys and values of a tree's accepted path to the KV positions of its tokens. Call it before the commit.
 
-    Rows of a tree take positions in their order behind the context; what stays elsewhere is overwritten before
-    anybody reads it.
+    Rows of a tree take KV positions in their order behind the context. Other rows are overwritten before they are
+    read. Chains need no move.
     """
     if acceptance.path is None:
         return
@@ -51,7 +49,7 @@ class RoundCounts(NamedTuple):
 
 
 def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
-    """One per sequence."""
+    """Returns the counts of each sequence."""
     drafted, kept = frontier.num_drafted, verification.num_kept
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
     run = np.minimum(acceptance.num_accepted, np.maximum(drafted - 1, 0))  # all of a chain but its last
@@ -62,12 +60,11 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
 
 
 def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
-    """Appends tokens (cut in place at the first stop) and advances both KV lengths. Raises, with the sequence as it
-    was, what looking for stop words meets.
+    """Appends tokens, cut in place at the first stop, and advances both KV lengths. If the search for stop
+    words fails, raises FailedError and leaves the sequence unchanged.
 
-    The target has run the anchor and all drafts, the draft all drafts but its last one (of a tree none), and nothing
-    of what a client guessed or n-grams made; of these only the rows of accepted tokens are true, and lie where their
-    positions are.
+    The target has run the anchor and all draft tokens; the draft model all of its chain but the last one, and no token
+    of a tree, a client or n-grams. Only the KV of accepted tokens stays valid.
     """
     old = sequence.num_tokens
     finish = blaming("stop_words", _cut_at_stop, sequence, tokens)
@@ -78,10 +75,10 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
         sequence.num_client_accepted += counts.num_accepted
     elif counts.num_drafted and counts.source == MAIN:
         sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
-    sequence.client_draft = ()  # guesses of what came behind the last token, and of nothing later
+    sequence.client_draft = ()  # it continued the old last token only
     stats = sequence.stats
     stats.num_drafted += counts.num_drafted
-    # What lies behind the token that ended the request was never asked for.
+    # Tokens behind the one that ended the request do not count.
     stats.num_tested += counts.num_tested if finish is None else min(counts.num_tested, len(tokens))
     stats.num_accepted += counts.num_accepted if finish is None else min(counts.num_accepted, len(tokens))
     stats.num_pruned += counts.num_pruned
@@ -98,7 +95,7 @@ def final_output(
 
 
 def _cut_at_stop(sequence: Sequence, tokens: list[int]) -> FinishReason | None:
-    """Finds the first token that ends the request, and drops what follows it from `tokens`."""
+    """Finds the first token that ends the request, and removes the tokens behind it from `tokens`."""
     request = sequence.request
     reason: FinishReason | None = None
     num_kept = len(tokens)
@@ -126,7 +123,7 @@ def _ends_with_stop(sequence: Sequence, tokens: list[int], count: int) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """Logits and log probabilities that a request gets with the n tokens of a step; None where it asked for none."""
+    """Logits and log-probabilities that a request gets with the n tokens of a step; None if not requested."""
 
     log_probs: list[float] | None = None  # [n]
     generation_logits: np.ndarray | None = None  # [n, V] float32
@@ -134,7 +131,7 @@ class Extras:
     context_log_probs: np.ndarray | None = None  # of EngineOutput, likewise
 
     def attach(self, output: EngineOutput) -> None:
-        """Adds these to an output of these tokens, or of the first ones of them."""
+        """Adds the extras to an output of these tokens, or of the first of them."""
         num_tokens = len(output.token_ids)
         output.context_logits, output.context_log_probs = self.context_logits, self.context_log_probs
         if self.log_probs is not None:

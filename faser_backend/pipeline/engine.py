@@ -1,4 +1,4 @@
-"""The engine that requests enter and responses leave: an inbox in front of the step.
+"""The engine: an inbox of requests in front of the step, and the outputs behind it.
 
 `submit`, `cancel` and `stop` may be called from any thread; everything else belongs to the one
 thread that calls `step`. Commands take effect at the start of the next step.
@@ -30,12 +30,12 @@ SOURCES = ("model", "ngram", "client")  # of draft tokens, by number of the sour
 NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 PLAIN = "plain"  # a step that verified no draft tokens and drafted none
 STEP_KINDS = (PLAIN, *(mode.value for mode in PipelineMode))
-MOST_FAILED_STEPS = 8  # in a row, after which the engine is given up
+MAX_FAILED_STEPS = 8  # in a row, after which the engine stops
 
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """A snapshot. Blocks and requests are gauges, the rest are totals since the start."""
+    """A snapshot of counters. Blocks and requests are gauges; the rest are totals since the start."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -87,7 +87,7 @@ class Engine:
         """bind_thread: called first in every step, on the thread that steps. is_fatal: whether no further step can
         succeed after this error. graph_counts: of the device, for the metrics."""
         self.limits = limits
-        self.step_runner = step_runner  # for those who listen to steps, or try a policy of their own
+        self.step_runner = step_runner  # public: observers of steps and other policies are set here
         self._scheduler = step_runner.scheduler
         self._clock = clock
         self._max_queue_size = max_queue_size
@@ -153,8 +153,8 @@ class Engine:
     # -- the step thread ----------------------------------------------------------------------------
 
     def step(self) -> list[EngineOutput]:
-        """Runs one step. A step that raises fails the requests in it, and nobody else; an error that breaks the device
-        is raised, and so is that of the last of MOST_FAILED_STEPS in a row."""
+        """Runs one step. If the step raises, the requests in it fail and the others go on. Raises an error that breaks
+        the device, and the error of the last of MAX_FAILED_STEPS failed steps in a row."""
         self.bind_thread()
         outputs = self._take_commands()
         plan = self.step_runner.plan(self._in_flight)
@@ -167,8 +167,8 @@ class Engine:
             stepped, self._in_flight = self.step_runner.run(plan)
         except Exception as error:
             self._num_failed_in_a_row += 1
-            if self._num_failed_in_a_row >= MOST_FAILED_STEPS or self._is_fatal(error):
-                raise  # a device whose error sticks fails every step from now on: better to be started anew
+            if self._num_failed_in_a_row >= MAX_FAILED_STEPS or self._is_fatal(error):
+                raise  # a broken device would fail every further step: the engine has to be restarted
             _log.exception("a step failed; its requests fail, the others go on")
             return outputs + self._fail(plan, error)
         self._num_failed_in_a_row = 0
@@ -177,7 +177,7 @@ class Engine:
         return outputs + stepped
 
     def _take_commands(self) -> list[EngineOutput]:
-        """New sequences reach the scheduler, ended ones leave it and give back their blocks."""
+        """Adds new sequences to the scheduler, and removes ended ones with their blocks."""
         if not (self._inbox or self._endings):
             return []
         with self._condition:
@@ -242,7 +242,7 @@ class Engine:
         metrics.num_row_layers += record.verification.num_row_layers
 
     def _count_sources(self, record: StepRecord) -> None:
-        """By who drafted: the engine's drafter, n-grams beside it, the client."""
+        """Counts draft tokens by source: the engine's drafter, n-grams beside it, the client."""
         proposer, frontier = self.step_runner.proposer, record.frontier
         main = "model" if proposer is None else proposer.main_source
         metrics = self._metrics
@@ -252,7 +252,7 @@ class Engine:
             metrics.num_accepted_by_source[name] += int(record.acceptance.num_accepted[rows].sum())
 
     def metrics(self) -> EngineMetrics:
-        """The live snapshot; read it from the step thread, or accept that it is a step old."""
+        """Returns the live metrics. On another thread than the step's they may be one step old."""
         metrics, blocks = self._metrics, self._scheduler.blocks
         metrics.num_running = len(self._scheduler.running)
         metrics.num_waiting = self.num_waiting
@@ -268,7 +268,7 @@ class Engine:
         return metrics
 
     def reset_metrics(self) -> None:
-        """Counts from here on. Of an engine without work."""
+        """Resets the counters. Call only when idle."""
         self._metrics = EngineMetrics()
 
     def check_integrity(self) -> None:

@@ -1,9 +1,9 @@
-"""Chains that are drafted in one step and verified in a later one: taking them out, joining, discarding.
+"""Operations on `InFlight`, the chains that a later step verifies: split, join, merge, discard.
 
-Pure array work on `InFlight` values; chains of different lengths are padded to the longest. Drafts that clients bring
-along, and tokens that grammars force, enter here: a client's as soon as its prompt has been read, and so in the
-request's first verification in every pipeline mode; a forced one when its sequence has nothing in flight. The draft
-model has not read them, and confidence knows nothing of them.
+Chains of different lengths are padded to the longest. Draft tokens of clients and tokens that grammars force enter
+here. A client's chain enters as soon as its prompt has been read, so the request's first verification tests it in
+every pipeline mode. A forced chain enters when its sequence has nothing in flight. The draft model has read neither,
+and they have no margins.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from faser_backend.policy.speculation import MAX_DRAFT_TOKENS
 
 
 def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows: int | None) -> InFlight:
-    """Returns what is in flight, joined by the chains of clients whose prompts have been read since.
+    """Returns in_flight with the chains of clients whose prompts have been read since.
 
-    max_logit_rows: of a sequence, that the target takes. A sequence that finds no free blocks for a chain goes on
-    without it; one whose chain cannot be read has failed.
+    max_logit_rows: the target's limit per sequence. A sequence without free blocks for its chain goes on without it;
+    a sequence whose chain cannot be read fails.
     """
     fresh = [sequence for sequence in scheduler.running if sequence.client_draft and sequence.is_ready]
     if fresh:
@@ -32,8 +32,8 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
         fresh = [sequence for sequence in fresh if sequence not in flying]
     if not fresh:
         return in_flight
-    # As long as the server's own they may be in any case; longer ones share what a step may read of prompts, for
-    # everybody waits for their rows, and each has a row of logits.
+    # Chains may always be as long as the server's own. Longer ones share the prefill budget of a step, because all
+    # requests wait for their rows.
     longest = max(scheduler.max_prefill_tokens // len(fresh), MAX_DRAFT_TOKENS)
     if max_logit_rows is not None:
         longest = min(longest, max_logit_rows - 1)
@@ -58,7 +58,7 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
 
 
 def split(in_flight: InFlight, sequences: list[Sequence]) -> tuple[Frontier, InFlight]:
-    """Returns what is in flight for each of B sequences (an empty chain where nothing is), and for all others."""
+    """Returns the chains in flight of B sequences (empty ones if there is none), and those of all other sequences."""
     if not in_flight.sequences:
         return Frontier.empty(len(sequences)), in_flight
     row_of = {sequence: row for row, sequence in enumerate(in_flight.sequences)}
@@ -77,7 +77,7 @@ def join(first: InFlight, second: InFlight) -> InFlight:
 
 
 def merge(ready: Frontier, drafted: Frontier) -> Frontier:
-    """Two frontiers of the same B sequences, of which at most one has a chain for each: that chain."""
+    """Merges two frontiers of the same B sequences, at most one of which has a chain for each sequence."""
     if not ready.num_drafted.any():
         return drafted
     size = ready.num_drafted.size
@@ -86,10 +86,10 @@ def merge(ready: Frontier, drafted: Frontier) -> Frontier:
 
 
 def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, acceptance: Acceptance) -> InFlight:
-    """Returns those chains drafted beside a verification whose premise came true.
+    """Returns the chains drafted beside a verification that are still valid after it.
 
-    A chain that ran ahead of sequences[b] follows verified.drafted[b] and holds if all of that was accepted; the
-    frontier then had no bonus row, so its last token is the new anchor. Other chains hold in any case.
+    A chain that ran ahead of sequences[b] follows verified.drafted[b] and is valid if all of that was accepted:
+    the frontier had no bonus row, so its last token is the new anchor. Other chains stay valid.
     """
     if not ahead.sequences:
         return ahead
@@ -99,9 +99,9 @@ def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, ac
 
 
 def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
-    """The frontier to verify while the draft runs ahead of it: with no row behind the last draft token, so that
-    this token, once accepted, is the anchor that the chain ahead follows. A trimmed chain ends with its last
-    test: row N - 1 tests draft token N, so the draft goes on behind that one."""
+    """Returns the frontier to verify while the draft runs ahead of it. It has no bonus row, so that its last draft
+    token, once accepted, is the anchor that the chain ahead follows. A trimmed chain ends with its last test: row
+    N - 1 tests draft token N, so the draft continues behind that token."""
     ahead = set(plan.drafts)
     runs_ahead = np.array([sequence in ahead for sequence in plan.decodes], np.bool_)
     if not runs_ahead.any():
@@ -115,8 +115,8 @@ def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
 
 
 def stack(first: Frontier, second: Frontier) -> Frontier:
-    """The chains of `first`, then those of `second`. What only one of them knows is dropped, but an empty
-    frontier knows everything, and a client's chain has no distribution to know."""
+    """Returns the chains of `first`, then those of `second`. Optional arrays that one of them lacks are dropped,
+    unless it is empty; clients' chains need no distributions."""
     both = first, second
     width = max(each.drafted.shape[1] for each in both)
     num_probs = max(0 if each.draft_probs is None else each.draft_probs.shape[1] for each in both)
@@ -141,7 +141,7 @@ def stack(first: Frontier, second: Frontier) -> Frontier:
 def _stack_optional(
     a: np.ndarray | None, b: np.ndarray | None, counts: tuple[np.ndarray, np.ndarray], width: int
 ) -> np.ndarray | None:
-    """a [A, K, ...] and b [B, K', ...] with `width` columns. counts [A], [B]: the tokens that have a value each."""
+    """Stacks a [A, K, ...] and b [B, K', ...] in `width` columns. counts [A], [B]: tokens that need a value."""
     if a is None and b is not None and not counts[0].any():
         a = np.zeros((counts[0].size, 0, *b.shape[2:]), b.dtype)
     if b is None and a is not None and not counts[1].any():
@@ -152,6 +152,6 @@ def _stack_optional(
 
 
 def _padded(array: np.ndarray, width: int) -> np.ndarray:
-    """array [B, K, ...] with zeros up to `width` columns."""
+    """Returns array [B, K, ...] with zeros up to `width` columns."""
     missing = width - array.shape[1]
     return array if missing == 0 else np.pad(array, [(0, 0), (0, missing)] + [(0, 0)] * (array.ndim - 2))

@@ -1,7 +1,7 @@
-"""Who proposes: the seam between a step and what drafts for it.
+"""The interface of a proposer: a step asks it for draft tokens and gets a `Frontier`.
 
-A step asks for draft tokens and gets a `Frontier`; whether a model made them or the text so far is not its
-business. Implemented by pipeline/draft.py, pipeline/head.py, pipeline/ngram.py and, of these, pipeline/joint.py.
+pipeline/draft.py drafts with a model, pipeline/head.py with an EAGLE-3 head, pipeline/ngram.py with n-grams of the
+text, and pipeline/joint.py with a model and n-grams.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from faser_backend.pipeline.timing import PhaseTimes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Proposal:
-    """The draft tokens that are wanted for the B sequences of a batch.
+    """A request for draft tokens of the B sequences of a batch.
 
-    behind: uncommitted chains that the new tokens follow (empty ones where they follow the last token).
+    behind: uncommitted chains that the new tokens follow; empty ones if they follow the last token.
     """
 
     num_draft_tokens: np.ndarray  # [B] int64 >= 0
     behind: Frontier
-    trim: TrimRule | None = None  # chains that are no longer worth it end early
-    num_candidates: int = 0  # that are asked for per token, for the exit head
-    trees: bool = False  # the tokens of a sequence may form a tree, whose best ones are wanted
+    trim: TrimRule | None = None  # ends chains that are no longer worth extending
+    num_candidates: int = 0  # per token, for the exit head
+    trees: bool = False  # the tokens of a sequence may form a tree
 
 
 class Proposer(Protocol):
-    """Drafts for one batch at a time, on whichever thread the step gives it."""
+    """Drafts for one batch at a time, on any thread."""
 
     times: PhaseTimes  # of the draft's lane
-    main_source: str  # what its own chains are called
+    main_source: str  # name of its chains in metrics
     max_lag: int  # tokens of a sequence that it may have to read when it proposes
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """Up to num_draft_tokens tokens per sequence, each with its row; maybe none. Where tokens are tested
-        against the distribution they were drawn from, the frontier carries it."""
+        """Returns up to num_draft_tokens tokens per sequence, each with its row; maybe none. For rejection sampling the
+        frontier carries the distributions that the tokens were drawn from."""
         ...
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
-        """Reads what it has not seen of each chunk."""
+        """Reads the unread tokens of each chunk."""
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """The sequence has left its slot. Nothing may be known of it."""
+        """Drops all state of a sequence that has left its slot."""
         ...

@@ -1,8 +1,9 @@
 """One step of the engine: schedule, prefill, propose, verify, accept, commit.
 
-This is the page to read first. What is in flight is passed along as values: a plan becomes a
-frontier, its verification, an acceptance, and then outputs; drafts that are verified later leave the
-step as `InFlight` and enter the next one. Runners, lanes and sampler are given.
+Read this page first. Work in flight is passed along as values: a plan becomes a frontier (draft tokens), its
+verification (the target's logits), an acceptance (emitted tokens) and then outputs. Drafts that a later step verifies
+leave the step as `InFlight` and enter the next one. The constructor takes the device: models by partition, the sampler
+and the proposer, which drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.trim import admit, admit_by_price
 
 Result = TypeVar("Result")
-FEWEST_FORCED = 2  # tokens that are worth a step in which the sequence drafts nothing else
+MIN_FORCED_TOKENS = 2  # that a grammar must force before they replace the draft model's tokens in a step
 
 
 class Span(NamedTuple):
@@ -51,9 +52,9 @@ class Span(NamedTuple):
 
 
 class StepPhases(NamedTuple):
-    """Results of drafting and verification in one step. verified is None where nothing was in flight yet."""
+    """Results of drafting and verification in one step. verified is None if there was nothing to verify."""
 
-    frontier: Frontier  # that was verified
+    frontier: Frontier  # the verified draft tokens
     verified: tuple[Verification, Acceptance] | None
     ahead: InFlight  # drafted for later steps
     proposing: Span = Span()
@@ -75,7 +76,7 @@ class StepRunner:
         self.partitions = partitions
         self.sampler = sampler
         self.clock = clock
-        self.times = PhaseTimes(clock)  # of the step's own thread and the target's lane
+        self.times = PhaseTimes(clock)  # on the step thread and the target's lane
         self.proposer = proposer
         self.draft_times = PhaseTimes(clock) if proposer is None else proposer.times
         self.prefiller = Prefiller(scheduler.blocks, sampler, clock, self.times, proposer)
@@ -84,11 +85,11 @@ class StepRunner:
 
     @property
     def phase_times_ns(self) -> dict[str, int]:
-        """Nanoseconds per phase since the start, of both lanes."""
+        """Nanoseconds per phase since the start, summed over both lanes."""
         return dict(Counter(self.times.total_ns) + Counter(self.draft_times.total_ns))
 
     def plan(self, in_flight: InFlight) -> StepPlan:
-        """Decides the step and moves sampler state along with the slots."""
+        """Decides the step: the scheduler asks the policy. Sampler state follows the request slots."""
         self.times.start()
         max_logit_rows = self.partitions[WHOLE].target.max_logit_rows
         plan = self.scheduler.schedule(with_client_drafts(in_flight, self.scheduler, max_logit_rows))
@@ -105,19 +106,19 @@ class StepRunner:
         return plan
 
     def run(self, plan: StepPlan) -> tuple[list[EngineOutput], InFlight]:
-        """Returns what was emitted, and what was drafted for later steps."""
+        """Runs a plan. Returns the emitted tokens, and the drafts for later steps."""
         start_ns = self.clock.now_ns()
         reading = self.prefiller.prefill(self.partitions[WHOLE], plan)
         batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
         ready, waiting = split(plan.in_flight, batch.sequences)
-        run_phases = self._run_phases_at_once if plan.drafts else self._run_phases_in_turn
+        run_phases = self._run_overlapped if plan.drafts else self._run_serial
         phases = run_phases(plan, batch, ready)
         if phases.verified is None:
             outputs = self._end_failed()
             return outputs, join(waiting, phases.ahead).present()
         verification, acceptance = phases.verified
         in_flight = join(waiting, surviving(phases.ahead, batch.sequences, phases.frontier, acceptance))
-        # As planned, not as drafted: else a chain's own tokens could decide whether it is preempted and discarded.
+        # Planned lengths, not drafted ones: else the tokens of a chain could decide whether it is preempted.
         planned = dict(zip(plan.drafts, plan.num_ahead_tokens, strict=True))
         num_ahead = {sequence: planned.get(sequence, 0) for sequence in in_flight.sequences}
         outputs = self._commit(batch, phases.frontier, verification, acceptance, num_ahead) + self._end_failed()
@@ -140,8 +141,8 @@ class StepRunner:
         self.times.lap("observe")
         return outputs, in_flight.present()
 
-    def _run_phases_in_turn(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
-        """Drafts for the sequences that have nothing in flight, then verifies all."""
+    def _run_serial(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
+        """Drafts for the sequences without drafts in flight, then verifies all sequences."""
         if not plan.decodes:
             return StepPhases(ready, None, InFlight.empty())
 
@@ -154,10 +155,10 @@ class StepRunner:
         verified, verifying = self._timed(lambda: self._verify(plan, batch, frontier))
         return StepPhases(frontier, verified, InFlight.empty(), proposing, verifying)
 
-    def _run_phases_at_once(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
-        """Verifies what is in flight while the draft works for later steps, each on its share of the device.
+    def _run_overlapped(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
+        """Verifies the drafts in flight while the draft model works for later steps, each on its share of the device.
 
-        Both read tokens that are committed and write KV of positions that nobody else touches.
+        Both phases read committed tokens only, and write KV positions that the other phase does not touch.
         """
         frontier = without_bonus(ready, plan)
         drafting = DecodeBatch(plan.drafts, self.scheduler.blocks.block_tables)
@@ -166,7 +167,7 @@ class StepRunner:
         def propose() -> InFlight:
             return InFlight(plan.drafts, self._propose(plan, drafting, plan.num_ahead_tokens, behind))
 
-        if not plan.decodes:  # there is nothing to verify yet
+        if not plan.decodes:  # nothing to verify yet
             ahead, proposing = self._timed(propose)
             self.times.start()
             return StepPhases(ready, None, ahead, proposing)
@@ -179,8 +180,7 @@ class StepRunner:
         return StepPhases(frontier, verified, ahead, proposing, verifying)
 
     def _timed(self, phase: Callable[[], Result]) -> tuple[Result, Span]:
-        """Runs a phase and notes when. It ends with tokens on the host, so that its time is the device's too, where
-        calls are merely queued."""
+        """Runs a phase and measures it. It ends with tokens on the host, so the span includes queued device work."""
         start_ns = self.clock.now_ns()
         result = phase()
         return result, Span(start_ns, self.clock.now_ns())
@@ -195,7 +195,7 @@ class StepRunner:
         frontier = self.proposer.propose(self.partitions[plan.decision.partition], batch, proposal)
         if trim is None:
             return frontier
-        # Under rejection sampling a row may not be judged by the draft tokens behind it.
+        # Rejection sampling must not judge a row by later draft tokens.
         admitted = admit if frontier.draft_probs is None else admit_by_price
         return replace(frontier, num_rows=admitted(trim, frontier, batch.slots))
 
@@ -215,10 +215,10 @@ class StepRunner:
         acceptance: Acceptance,
         num_ahead: Mapping[Sequence, int],
     ) -> list[EngineOutput]:
-        """Tokens enter their sequences; a finished sequence gives back slot and blocks at once. One that has failed
+        """Appends the tokens to their sequences. A finished sequence returns its slot and blocks at once; a failed one
         emits nothing.
 
-        num_ahead: positions past its tokens that a sequence keeps blocks for.
+        num_ahead: positions past its tokens for which a sequence keeps blocks.
         """
         outputs = []
         blocks = self.scheduler.blocks
@@ -250,7 +250,7 @@ class StepRunner:
                     continue
                 blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
                 output = EngineOutput(sequence.request.request_id, tokens)
-                if sequence.request.wants_stats:  # as they are now: the sequence goes on counting
+                if sequence.request.wants_stats:  # a copy: the sequence goes on counting
                     output.stats = replace(stats, num_allocated_blocks=blocks.num_blocks_of(sequence.slot))
             if extras is not None:
                 extras.attach(output)
@@ -259,17 +259,17 @@ class StepRunner:
         return outputs
 
     def _draft_forced(self, sequence: Sequence) -> None:
-        """Drafts the tokens that a grammar forces, without a model, as if the client had guessed them."""
+        """Drafts the tokens that a grammar forces, without a model call, as if the client had sent them."""
         if self.proposer is None or sequence.request.sampling.grammar is None:
             return
         most = sequence.num_remaining_tokens - 1
         if sequence.request.max_draft_tokens is not None:
             most = min(most, sequence.request.max_draft_tokens)
-        if len(forced := self.sampler.forced(sequence.slot)[:most]) >= FEWEST_FORCED:
+        if len(forced := self.sampler.forced(sequence.slot)[:most]) >= MIN_FORCED_TOKENS:
             sequence.client_draft = tuple(forced)
 
     def _failure_of(self, sequence: Sequence) -> Failure | None:
-        """Why the sequence has to end: something that belongs to it alone."""
+        """Returns the failure that ends this sequence alone, if there is one."""
         return sequence.failure or self.sampler.failures.get(sequence.slot)
 
     def _end_failed(self) -> list[EngineOutput]:
@@ -281,7 +281,7 @@ class StepRunner:
         return outputs
 
     def release(self, sequence: Sequence) -> None:
-        """Takes a sequence out of the engine, whatever state it is in."""
+        """Removes a sequence from the engine, in any state."""
         if sequence.slot >= 0:
             sequence.stats.num_allocated_blocks = self.scheduler.blocks.num_blocks_of(sequence.slot)
             self.sampler.remove(sequence.slot)

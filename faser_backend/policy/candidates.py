@@ -1,8 +1,8 @@
-"""The ways to run the next steps, and the prediction of each: tokens, time, tokens per time.
+"""The candidates for the next steps, with predicted tokens and time of each; and the early exit that pays most.
 
-A chain is drafted on, and its rows are verified, while its survival stays above a floor. The yield of such chains
-is worked out from how often margins occur and what chances they mean: the logarithm of survival is a sum, so its
-distribution after each draft token is a convolution. docs/policies.md derives the formulas.
+A chain is extended, and its rows are verified, while its survival stays above a floor. The tokens of such chains follow
+from the distribution of margins and the chance at each margin: the logarithm of survival is a sum, so its distribution
+after each draft token is a convolution. docs/policies.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ChainMeans(NamedTuple):
 
 
 class ChainYield:
-    """Measured over predicted yield of chains: faded sums of accepted tokens, and of verified rows."""
+    """The ratio of measured to predicted chains, from faded sums of accepted tokens and of verified rows."""
 
     _PRIOR, _FADE = 32.0, 0.995  # tokens that a prediction weighs; per sequence and step
 
@@ -56,7 +56,7 @@ class ChainYield:
         return tokens, rows
 
     def observe(self, record: StepRecord, score: Score) -> None:
-        """score: what was predicted of such a step."""
+        """Counts a step. score: its prediction."""
         size = record.num_tokens.size
         totals = record.acceptance.num_emitted.sum(), record.frontier.num_rows.sum()
         fade = self._FADE**size
@@ -150,13 +150,13 @@ def scores_of(
 
 
 def plain_score(times: BatchTimes) -> Score:
-    """Plain decoding: a token of every sequence per step."""
+    """Returns the score of plain decoding: one token of every sequence per step."""
     return Score(None, times.partition, 0, 0.0, 0.0, 0.0, times.size, float(times.verify_us[0]))
 
 
 def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
-    """The best rounds over floors and longest chains. Serial ones draft first and are verified then; in ping-pong two
-    cohorts of `times.size` take turns: one drafts while the other is verified, and nothing is discarded.
+    """Returns the best round over floors and longest chains. Serial rounds draft, then verify; in ping-pong two
+    cohorts of `times.size` alternate: one drafts while the other is verified, and nothing is discarded.
 
     ratios: see ChainYield.
     """
@@ -179,7 +179,7 @@ def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratio
 
 
 def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
-    """Frontiers of one length, drafted while the ones before them are verified.
+    """Returns the score of run-ahead: frontiers of one length, drafted while their predecessors are verified.
 
     With w the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all
     were, the recovered one; then the chain ahead is discarded and one step goes by in which the sequence only
@@ -202,22 +202,22 @@ def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, 
 
 
 class VerifyBatch(NamedTuple):
-    """A policy's expectation of one verification, before exits."""
+    """The expected verification of a step, before exits."""
 
     num_sequences: int
     num_rows: int  # that enter it, anchors included
     context_tokens: int  # the longest
     num_accepted: float  # draft tokens that would be accepted, over the batch
-    tokens_per_us: float  # what the batch earns per time: turns lost tokens into time
+    tokens_per_us: float  # the price: converts lost tokens to time
     is_trimmed: bool = False  # confidence trimming has already taken the least likely rows
     partition: str = WHOLE
 
 
 def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: VerifyBatch) -> float:
-    """Microseconds that this exit alone saves a verification on average; negative where it costs.
+    """Returns the microseconds that this exit saves a verification on average; negative if it costs time.
 
-    Deeper segments, sampling and acceptance of the pruned rows, less the time that the lost tokens are worth, less
-    the exit's own scores and bookkeeping. The longest chain is taken to stay.
+    The sum: deeper segments, sampling and acceptance of the pruned rows; less the time that the lost tokens are worth;
+    less the exit's own scoring. The longest chain is assumed to stay.
     """
     num_draft_rows = batch.num_rows - batch.num_sequences
     if num_draft_rows <= 0:
@@ -241,7 +241,7 @@ def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: V
 
 
 def best_exit(costs: CostModel, exits: tuple[ExitCalibration, ...], batch: VerifyBatch) -> ExitCalibration | None:
-    """The exit that saves most in such verifications; None where none pays."""
+    """Returns the exit that saves most in such verifications; None if no exit pays."""
     savings = [predicted_saving_us(costs, calibration, batch) for calibration in exits]
     best = max(range(len(exits)), key=savings.__getitem__, default=None)
     return None if best is None or savings[best] <= 0.0 else exits[best]

@@ -1,7 +1,7 @@
 """Continuous batching: which sequences are verified in the next step, which draft, which prefill.
 
-Owns the waiting queue, the running list and the slots; is given a block manager and a policy.
-Decodes come first, then admissions, then prefill chunks in what is left of the token budget.
+The scheduler owns the waiting queue, the running list and the request slots. It asks the policy for a decision and
+turns it into a `StepPlan`: decodes first, then admissions, then prefill chunks within the rest of the token budget.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Scheduler:
         never_evicts: bool,
         max_draft_lag: int = MAX_DRAFT_LAG,
     ) -> None:
-        """max_draft_lag: tokens that the draft may have to read when it drafts; one that lags by more is caught up."""
+        """max_draft_lag: tokens that the draft may read when it drafts; a sequence that lags more catches up first."""
         self.blocks = blocks
         self.policy = policy
         self.max_num_seqs = max_num_seqs
@@ -48,7 +48,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a sequence out, finished or cancelled, and gives back what it holds."""
+        """Removes a finished or cancelled sequence and returns its slot and blocks."""
         if sequence.slot < 0:
             self.waiting.remove(sequence)
             return
@@ -56,7 +56,7 @@ class Scheduler:
         self._give_back(sequence)
 
     def schedule(self, in_flight: InFlight) -> StepPlan:
-        """in_flight: what the step before drafted; sequences that have left are taken out of it."""
+        """Plans a step. in_flight: drafts of earlier steps, from which sequences that have left are removed."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
         decision = self.policy.decide(ready, self._num_prefilling()) if ready else Decision([])
         plan = StepPlan(decision, in_flight)
@@ -69,8 +69,7 @@ class Scheduler:
         return plan
 
     def reserve(self, sequence: Sequence, num_draft_tokens: int) -> bool:
-        """Takes blocks for draft tokens that a client brought along; False, and nothing taken, where that could make
-        somebody go: a guess is not worth it."""
+        """Allocates blocks for a client's tokens. Returns False, allocating nothing, if it could force a preemption."""
         blocks, num_tokens = self.blocks, sequence.num_tokens + num_draft_tokens
         num_new = blocks.num_blocks_for(num_tokens) - blocks.num_blocks_of(sequence.slot)
         if num_new > 0 and not self.never_evicts and num_new + len(self.running) > blocks.num_free_blocks:
@@ -78,7 +77,7 @@ class Scheduler:
         return blocks.grow(sequence.slot, num_tokens)
 
     def _num_prefilling(self) -> int:
-        """Sequences whose prompts will have been read within PREFILL_HORIZON_STEPS."""
+        """Counts the sequences whose prompts will be read within PREFILL_HORIZON_STEPS."""
         num_prefilling, budget = 0, PREFILL_HORIZON_STEPS * self.max_prefill_tokens
         for sequence in self.running:
             missing = sequence.num_prefill_tokens
@@ -91,8 +90,8 @@ class Scheduler:
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
         mode = plan.decision.mode
-        # In ping-pong half of the sequences are verified while the others draft; a cohort that has
-        # grown too large is brought back to size by letting its youngest wait for a step.
+        # In ping-pong half of the sequences are verified while the others draft. If a cohort has grown too large, its
+        # newest sequences wait for a step.
         most_ready = -(-len(ready) // 2) if mode is PipelineMode.PING_PONG else len(ready)
         for sequence, chosen in zip(ready, plan.decision.num_draft_tokens, strict=True):
             if sequence.slot < 0:  # preempted for an older sequence of this step
@@ -105,18 +104,18 @@ class Scheduler:
                 wanted = 0
             if mode is PipelineMode.SERIAL:
                 self._plan_decode(plan, sequence, 0 if num_ready else wanted, num_ready)
-            elif wanted and sequence not in in_flight:  # an empty chain in flight has had its try
+            elif wanted and sequence not in in_flight:  # an empty chain in flight is verified, not drafted again
                 self._plan_draft(plan, sequence, wanted, 0)
             elif not num_ready or most_ready:
                 most_ready -= num_ready > 0
                 self._plan_decode(plan, sequence, 0, num_ready)
-                # Behind a client's chain nobody goes on: the draft has not read it.
+                # The draft has not read a client's chain, so it cannot extend it.
                 can_run_ahead = mode is PipelineMode.RUN_AHEAD and num_ready and not sequence.client_draft
                 if can_run_ahead and wanted and sequence.slot >= 0:
                     self._plan_draft(plan, sequence, wanted, num_ready)
 
     def _catch_up(self, plan: StepPlan, sequence: Sequence) -> bool:
-        """Lets the draft read what it has not seen; False where that takes more than what is left for it in a step."""
+        """Plans the draft's reading of missed tokens. Returns False if the step's budget is too small."""
         lag = sequence.num_tokens - sequence.draft_len
         if lag <= self.max_draft_lag:
             return True
@@ -127,7 +126,7 @@ class Scheduler:
         return num_tokens == lag - 1
 
     def _plan_decode(self, plan: StepPlan, sequence: Sequence, num_draft_tokens: int, num_ready: int) -> None:
-        """Verification of the anchor, what is in flight, and what is drafted first, in this step."""
+        """Plans the verification of the anchor, the drafts in flight, and the drafts of this step."""
         num_tokens = sequence.num_tokens + num_ready
         if not self.blocks.grow(sequence.slot, num_tokens + num_draft_tokens):
             num_draft_tokens = 0
@@ -137,7 +136,7 @@ class Scheduler:
         plan.num_draft_tokens.append(num_draft_tokens)
 
     def _plan_draft(self, plan: StepPlan, sequence: Sequence, num_ahead_tokens: int, num_ready: int) -> None:
-        """Drafting for a later step. Where blocks are short the sequence decodes plainly instead."""
+        """Plans drafting for a later step. If blocks are short, the sequence decodes plainly."""
         if self.blocks.grow(sequence.slot, sequence.num_tokens + num_ready + num_ahead_tokens):
             plan.drafts.append(sequence)
             plan.num_ahead_tokens.append(num_ahead_tokens)
@@ -145,7 +144,7 @@ class Scheduler:
             self._plan_decode(plan, sequence, 0, 0)
 
     def _make_room(self, plan: StepPlan, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for num_tokens at the cost of the newest sequences; False if that is this one."""
+        """Allocates blocks for num_tokens, preempting the newest sequences. Returns False if this one was preempted."""
         while not self.blocks.grow(sequence.slot, num_tokens):
             victim = self.running.pop()
             plan.preempted.append((victim, victim.slot))

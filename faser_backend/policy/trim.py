@@ -1,10 +1,10 @@
-"""Confidence trimming: a row of a drafted chain is run only while it promises more tokens than its time costs.
+"""Confidence trimming: a draft token is drafted, and its row verified, only if its expected tokens exceed its time.
 
-A row j emits one token if the draft tokens before it all survive, so it is worth its chain's survival a_j, the
-product of calibrated chances (TETRIS, DSpark 2607.05147). Survival falls along a chain, so what is admitted of a
-chain is a prefix. `admit` takes the best set of rows over the whole batch; that set depends on later draft tokens
-too, which sample-and-match allows. Rejection sampling has to judge row j by draft tokens 1..j alone
-(policy/acceptance.py): there `admit_by_price` compares each row with a price that was set before drafting.
+Row j emits one token if draft tokens 1..j survive, so its value is the chain's survival a_j, a product of calibrated
+chances (TETRIS, DSpark 2607.05147). Survival falls along a chain, so the admitted rows are a prefix. `admit` takes the
+best set of rows over the batch; that set depends on later draft tokens, which sample-and-match allows. Rejection
+sampling must judge row j by draft tokens 1..j alone (policy/acceptance.py): `admit_by_price` compares each row with a
+price that was set before drafting.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def expected_gain(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np
 def continues(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np.ndarray:
     """Returns bool [A]: which chains of survival [A] to draft a further token for.
 
-    The most hopeful ones, as many as gain most beyond what a draft call for so many costs; maybe none.
+    The chains of largest gain, as many as maximise the total gain less the price of the draft call; maybe none.
     """
     gain = expected_gain(rule, survival, slots)
-    if gain.size == 1:  # a request alone is where a step is shortest and every array operation shows
+    if gain.size == 1:  # steps of a single request are short: every array operation counts
         return gain > rule.draft_price(1)
     order = np.argsort(-gain, kind="stable")
     net = np.cumsum(gain[order]) - _for_counts(rule.draft_prices, np.arange(1, gain.size + 1))
@@ -56,7 +56,7 @@ def continues(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np.nda
 
 
 def admit_by_price(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
-    """[B] rows of each chain to verify, the anchor's included: those that are worth the average price of a row."""
+    """Returns the rows [B] of each chain to verify, anchor included: those that are worth the price of a row."""
     if frontier.drafted.shape[1] == 0 or frontier.margins is None:
         return frontier.num_rows
     survival = np.cumprod(chances(rule, frontier.margins, slots, frontier.sources), axis=1)  # [B, K]
@@ -64,7 +64,7 @@ def admit_by_price(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.
 
 
 def admit(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
-    """[B] rows of each chain to verify, the anchor's included: the set of most predicted tokens per time.
+    """Returns the rows [B] of each chain to verify, anchor included: the set of most predicted tokens per time.
 
     For sample-and-match alone: whether row 1 is in the best set may depend on draft token 2.
     For every longest chain allowed, rows are taken in descending survival; the best of all these sets wins.
@@ -96,7 +96,7 @@ def admit(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
 
 
 def _admit_alone(rule: TrimRule, frontier: Frontier, slots: np.ndarray) -> np.ndarray:
-    """`admit` for one chain, whose sets of rows are its prefixes."""
+    """Does the same as `admit` for one chain, whose sets of rows are its prefixes."""
     assert frontier.margins is not None
     length = int(frontier.num_drafted[0])
     survival = np.cumprod(chances(rule, frontier.margins[:1, :length], slots, frontier.sources)[0])
@@ -112,6 +112,6 @@ def _offsets(rule: TrimRule, slots: np.ndarray) -> np.ndarray:
 
 
 def _for_counts(per_count: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """per_count[n] for each of `counts`; its last entry where more chains draft than were reckoned with, as when
-    two cohorts form and all of a batch draft at once."""
+    """Returns per_count[n] for each of `counts`, or its last entry past the end: when two cohorts form, all sequences
+    of a batch draft at once."""
     return per_count[np.minimum(counts, per_count.size - 1)]
