@@ -51,8 +51,8 @@ class ModelProposer:
         self._keeps_probs = keeps_probs
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """One model call per position, or one for all where the partition's draft loop can pick the batch's tokens
-        itself. A sequence that is asked for tokens gets one at least."""
+        """Drafts with one model call per position, or with the partition's draft loop if it can pick the tokens.
+        A sequence that asks for tokens gets at least one."""
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
@@ -103,10 +103,10 @@ class ModelProposer:
             self.times.lap("draft_sample")
 
     def _draft_at_once(self, loop: DraftLoop, chain: Chain, active: np.ndarray, proposal: Proposal) -> None:
-        """As _draft_in_steps. The device knows no trim rule, so every chain gets its full length and is cut after.
+        """Drafts like _draft_in_steps. The device applies no trim rule: chains get their full length and are cut after.
 
-        K/V past a cut does no harm: it lies in blocks that were given for the full length, draft_len counts no
-        more than what the cut chain ran, and the rows of the next call start there and overwrite it.
+        K/V past a cut is harmless: its blocks were allocated for the full length, draft_len counts the cut chain only,
+        and the next call overwrites the rest.
         """
         rows = self._first_rows(chain, active, chain.batch.block_tables[active])
         self.times.lap("draft_rows")
@@ -122,7 +122,7 @@ class ModelProposer:
         self.times.lap("draft_sample")
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
-        """Feeds what the draft has not seen of each chunk, without logits."""
+        """Feeds the draft the unread tokens of each chunk, without logits."""
         assert partition.draft is not None, "drafting needs a draft model"
         self.times.start()
         ends = [(chunk.sequence, chunk.start + chunk.num_tokens) for chunk in chunks]
@@ -140,11 +140,11 @@ class ModelProposer:
             sequence.draft_len = stop
 
     def forget(self, sequence: Sequence) -> None:
-        """Does nothing: all that the draft keeps of a sequence is KV, which the block manager has taken back."""
+        """Does nothing: the only state of a sequence is KV, in blocks that the block manager frees."""
 
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
-        """Rows of the tokens that the draft has not read, the anchor or the last uncommitted token at their end. Of a
-        chain that n-grams made it has read nothing."""
+        """Returns rows of the unread tokens, up to the anchor or the last uncommitted token. Chains of n-grams are
+        unread."""
         sequences = [chain.batch.sequences[i] for i in active]
         is_behind = chain.num_behind[active] > 0
         fresh = [seq for seq, waits in zip(sequences, is_behind, strict=True) if not waits]
@@ -165,7 +165,7 @@ class ModelProposer:
     def _draw(
         self, chain: Chain, active: np.ndarray, step: int, logits: np.ndarray, num_candidates: int
     ) -> tuple[DraftTokens, np.ndarray | None]:
-        """A token for each active sequence; under rejection sampling also its distribution, [A, V]."""
+        """Draws a token for each active sequence; under rejection sampling also returns its distribution [A, V]."""
         rows = chain.sampling_rows(active, step)
         if not self._keeps_probs:
             return self._sampler.sample_draft(logits, rows, num_candidates), None
@@ -175,7 +175,7 @@ class ModelProposer:
 
 
 class Chain:
-    """The growing chains of one proposal: uncommitted tokens first, new ones after them."""
+    """The growing chains of one proposal: uncommitted tokens, then new ones."""
 
     def __init__(self, batch: DecodeBatch, proposal: Proposal, num_probs: int) -> None:
         behind, num_wanted = proposal.behind, proposal.num_draft_tokens
@@ -200,14 +200,14 @@ class Chain:
             self._survival = np.where(is_token, chances(self._trim, behind.margins, batch.slots), 1.0).prod(axis=1)
 
     def behind_tokens(self, row: int) -> np.ndarray:
-        """[n] uncommitted tokens that were there before this proposal."""
+        """Returns the uncommitted tokens [n] from before this proposal."""
         return self._tokens[row, : self.num_behind[row]]
 
     def last_tokens(self, active: np.ndarray) -> np.ndarray:
         return self._tokens[active, self._num_tokens[active] - 1]
 
     def next_rows(self, active: np.ndarray, tables: np.ndarray) -> RowBatch:
-        """One row per active sequence: its newest draft token."""
+        """Returns one row per active sequence: its newest draft token."""
         return single_rows(self.last_tokens(active), self.positions[active] - 1, tables)
 
     def sampling_rows(self, active: np.ndarray, step: int) -> SamplingRows:
@@ -228,14 +228,14 @@ class Chain:
             self._survival[active] *= chances(self._trim, drawn.margins, self.batch.slots[active])
 
     def wants_more(self, active: np.ndarray, step: int) -> np.ndarray:
-        """[A] whether to draft a further token, after `step` new ones."""
+        """Returns bool [A]: whether to draft a further token, after `step` new ones."""
         is_open = self._num_wanted[active] > step
         if self._trim is not None and is_open.any():
             is_open &= continues(self._trim, self._survival[active], self.batch.slots[active])
         return is_open
 
     def frontier(self) -> Frontier:
-        """The new tokens alone; every one of them has a row."""
+        """Returns the new tokens alone, each with a row."""
         counts = self._num_tokens - self.num_behind
         width = int(counts.max(initial=0))
         if self._tokens.shape[1] == self._margins.shape[1]:

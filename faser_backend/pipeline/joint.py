@@ -101,7 +101,7 @@ class JointProposer:
         return self.model.propose(partition, batch, replace(proposal, num_draft_tokens=wanted))
 
     def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray, max_lag: int) -> np.ndarray:
-        """[B] bool: of the sequences `asked` [B] those whose tokens the draft has read, up to a few."""
+        """Returns bool [B]: which of the sequences `asked` [B] the draft has read, up to max_lag tokens."""
         budget, chunks = self._max_prefill_tokens, []
         ready = asked.copy()
         for row in np.flatnonzero(asked):
@@ -120,7 +120,7 @@ class JointProposer:
         return ready
 
     def _remember(self, batch: DecodeBatch, proposal: Proposal, found: Frontier, drafted: Frontier) -> None:
-        """Notes both sources' chains, verified or not. A chain behind uncommitted tokens may never meet its premise."""
+        """Stores both sources' chains, verified or not, except those behind uncommitted tokens."""
         for chains in (found, drafted):
             for row in np.flatnonzero((chains.num_drafted > 0) & (proposal.behind.num_drafted == 0)):
                 count = int(chains.num_drafted[row])
@@ -132,7 +132,7 @@ class JointProposer:
                 self._guesses.setdefault(batch.sequences[row], []).append(guess)
 
     def _learn(self, sequence: Sequence) -> None:
-        """Holds what was proposed for a sequence against the tokens that came."""
+        """Compares the proposals for a sequence with the tokens that were emitted."""
         guesses = self._guesses.get(sequence)
         if not guesses or sequence.num_tokens == guesses[-1].num_tokens:
             return

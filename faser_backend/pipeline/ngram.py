@@ -2,7 +2,7 @@
 
 The longest n-gram that ends the sequence is looked up at its most recent earlier occurrence, and what followed there is
 proposed again. Tokens that are drafted but not committed count as text. A chain depends on the tokens before it alone,
-so under rejection sampling the distribution that each token was drawn from puts everything on it.
+so under rejection sampling each token was drawn with probability 1.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class NgramIndex:
         return len(self._tokens)
 
     def extend(self, token_ids: list[int]) -> None:
-        """Reads on. Time and memory per token do not depend on how many there are."""
+        """Appends tokens, at constant time and memory per token."""
         tokens, old = self._tokens, len(self._tokens)
         tokens += token_ids
         for n, followed in self._followed.items():
@@ -70,7 +70,7 @@ class NgramIndex:
         return copied
 
     def _num_agreeing(self, start: int) -> int:
-        """Tokens before position `start` that are those at the end, as many as have a margin."""
+        """Counts the tokens before `start` that equal those at the end, up to the number of margins."""
         tokens, count = self._tokens, 1  # a match agrees in one at least
         most = min(start, _MARGINS.size)
         while count < most and tokens[start - 1 - count] == tokens[-1 - count]:
@@ -78,7 +78,7 @@ class NgramIndex:
         return count
 
     def _find(self, num_indexed: int) -> int | None:
-        """Where the continuation begins; tokens from num_indexed on are in the list alone and are searched here."""
+        """Returns where the continuation begins. Tokens from num_indexed on are not indexed: they are searched here."""
         tokens, end = self._tokens, len(self._tokens)
         for n, followed in self._followed.items():
             if n >= end:
@@ -119,7 +119,7 @@ class NgramProposer:
         self._indexes: dict[Sequence, NgramIndex] = {}
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """Chains of full length where an n-gram matches, empty ones elsewhere."""
+        """Returns chains of full length where an n-gram matches, and empty ones elsewhere."""
         frontier = self.look_up(batch, proposal)
         for row in np.flatnonzero(proposal.num_draft_tokens):
             sequence = batch.sequences[row]
@@ -128,7 +128,7 @@ class NgramProposer:
         return replace(frontier, sources=None)
 
     def look_up(self, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """As propose, beside a draft model: no sequence counts as read by it."""
+        """Proposes beside a draft model: leaves draft_len and num_proposals unchanged."""
         self.times.start()
         wanted, behind = proposal.num_draft_tokens.tolist(), proposal.behind
         size, width = len(batch), max(wanted)

@@ -1,7 +1,7 @@
 """The prefill phase: prompt chunks go through the target and, where the request drafts, through the draft.
 
-Nobody asks for logits of prompts as a rule. A request that does has its chunks run by themselves, in calls of few
-enough rows that their logits do not crowd out anything else.
+Few requests want the logits of their prompt. Chunks of those run alone, in calls of at most MAX_LOGIT_ROWS rows, which
+bounds the memory of the logits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_LOGIT_ROWS = 64  # of a call: 32 MB of logits at 128k tokens, and enough row
 
 
 class PrefillTimes(NamedTuple):
-    """Microseconds in each model."""
+    """Microseconds spent in each model."""
 
     target_us: float
     draft_us: float
@@ -45,8 +45,7 @@ class Prefiller:
         self._proposer = proposer
 
     def prefill(self, partition: Partition, plan: StepPlan) -> PrefillTimes:
-        """Prompt chunks, through the target and, where the request drafts, through the draft; and through the draft
-        alone what it has missed."""
+        """Runs prompt chunks through the target and, if wanted, the draft. First the draft reads missed tokens."""
         start_ns = self._clock.now_ns()
         if plan.draft_prefills:
             assert self._proposer is not None
@@ -83,7 +82,7 @@ class Prefiller:
         self._times.lap("prefill_model")
 
     def _read_with_logits(self, target: ModelRunner, chunk: PrefillChunk) -> None:
-        """Every row's logits enter the sequence, at the row's position, or what is wanted of them."""
+        """Stores every row's logits, or the requested part of them, in the sequence."""
         sequence, first, num_tokens = chunk
         tables = self._blocks.block_tables[[sequence.slot]]
         most = MAX_LOGIT_ROWS if target.max_logit_rows is None else min(MAX_LOGIT_ROWS, target.max_logit_rows)
@@ -101,15 +100,15 @@ class Prefiller:
 
 
 def context_logits(sequence: Sequence, vocab_size: int) -> np.ndarray:
-    """[num_prompt_tokens, V] float32 that the sequence fills while its prompt is read. A preemption in between does no
-    harm: rows that are read again are written again."""
+    """Returns the array [num_prompt_tokens, V] float32 that is filled while the prompt is read. After a preemption rows
+    are read and written again."""
     if sequence.context_logits is None:
         sequence.context_logits = np.empty((sequence.num_prompt_tokens, vocab_size), np.float32)
     return sequence.context_logits
 
 
 def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
-    """Whether its prompt is read with logits. One that finds no memory for them is read without, and has failed."""
+    """Returns whether the prompt is read with logits. If their memory cannot be allocated, the sequence fails."""
     if sequence.owes_context_logits and sequence.failure is None:
         try:
             if sequence.request.wants_context_logits:
@@ -121,7 +120,7 @@ def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
 
 
 def _keep(sequence: Sequence, start: int, stop: int, logits: np.ndarray) -> None:
-    """Stores in the sequence what its request wants of positions [start, stop) of the prompt."""
+    """Stores the requested values of prompt positions [start, stop) in the sequence."""
     if sequence.request.wants_context_logits:
         context_logits(sequence, logits.shape[1])[start:stop] = logits
     if sequence.request.wants_context_log_probs:
@@ -139,7 +138,7 @@ def context_log_probs(sequence: Sequence) -> np.ndarray:
 
 
 def _log_probs(logits: np.ndarray, next_ids: np.ndarray) -> np.ndarray:
-    """Rows of EngineOutput.context_log_probs from logits [n, V]; where V has fewer, the best stand more than once."""
+    """Returns rows of EngineOutput.context_log_probs from logits [n, V]. A small V repeats its last alternative."""
     values = logits - logits.max(axis=1, keepdims=True)
     values -= np.log(np.exp(values).sum(axis=1, keepdims=True))
     count = min(NUM_CONTEXT_TOP, logits.shape[1])
@@ -151,5 +150,5 @@ def _log_probs(logits: np.ndarray, next_ids: np.ndarray) -> np.ndarray:
 
 
 def _is_for_draft(chunk: PrefillChunk) -> bool:
-    """Whether the draft, too, may read this chunk of a prompt: not if none is wanted or it lags behind."""
+    """Returns whether the draft may read this chunk too: the request drafts and the draft does not lag."""
     return chunk.sequence.request.max_draft_tokens != 0 and chunk.sequence.draft_len >= chunk.start

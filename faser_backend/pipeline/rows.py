@@ -24,12 +24,12 @@ class DecodeBatch:
 
     @property
     def rounds(self) -> np.ndarray:
-        """[B] verifications that each sequence has been through: keys the noise of acceptance."""
+        """[B] verifications of each sequence so far: keys the noise of acceptance."""
         return np.array([sequence.stats.num_steps for sequence in self.sequences], np.int64)
 
     @property
     def draft_rounds(self) -> np.ndarray:
-        """[B] proposals that each sequence has been through: keys the draft's own noise."""
+        """[B] proposals for each sequence so far: keys the draft's own noise."""
         return np.array([sequence.num_proposals for sequence in self.sequences], np.int64)
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class DecodeBatch:
 def token_range_rows(
     sequences: list[Sequence], starts: list[int], stops: list[int], block_tables: np.ndarray, *, with_logits: bool
 ) -> RowBatch:
-    """Rows for tokens [start, stop) of each sequence; logits of each last row if wanted.
+    """Returns rows for tokens [start, stop) of each sequence; with_logits: of each last row.
 
     block_tables: [B, max_blocks], one row per sequence of the batch.
     """
@@ -48,7 +48,7 @@ def token_range_rows(
 
 
 def piece_rows(pieces: list[np.ndarray], starts: list[int], block_tables: np.ndarray, *, with_logits: bool) -> RowBatch:
-    """Rows for the tokens of each piece, the first of them at position start."""
+    """Returns rows for the tokens of each piece, whose first token is at position start."""
     cu_rows = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum([piece.size for piece in pieces], out=cu_rows[1:])
     return RowBatch(
@@ -61,13 +61,13 @@ def piece_rows(pieces: list[np.ndarray], starts: list[int], block_tables: np.nda
 
 
 def single_rows(tokens: np.ndarray, positions: np.ndarray, block_tables: np.ndarray) -> RowBatch:
-    """One row per sequence, with logits: tokens [A] at positions [A]."""
+    """Returns one row per sequence, with logits: tokens [A] at positions [A]."""
     cu_rows = np.arange(tokens.shape[0] + 1)
     return RowBatch(tokens, cu_rows, positions, block_tables, cu_rows[:-1])
 
 
 def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
-    """The anchor and the draft tokens of each sequence as far as they are verified, logits on every row."""
+    """Returns rows for the anchor and the verified draft tokens of each sequence, with logits on every row."""
     counts = frontier.num_rows
     cu_rows = np.zeros(len(batch) + 1, np.int64)
     np.cumsum(counts, out=cu_rows[1:])
@@ -103,7 +103,7 @@ def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.nda
 
 
 def keep_rows(rows: RowBatch, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarray]:
-    """The first num_kept [B] rows of each sequence, what the next segment runs; and which rows those are."""
+    """Returns the first num_kept [B] rows of each sequence, for the next segment, and their indices."""
     assert rows.tree is None, "an exit prunes chains alone"
     counts = rows.rows_per_sequence
     offsets = np.arange(rows.num_rows) - np.repeat(rows.cu_rows[:-1], counts)

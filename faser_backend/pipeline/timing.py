@@ -1,4 +1,4 @@
-"""Where a step's time goes. A lap costs two dictionary operations and one clock reading."""
+"""Times of a step's phases. A lap costs two dictionary operations and one clock reading."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from faser_backend.core.ports import Clock
 
-# An overlapped step waits for its lanes, whose own laps tell what ran meanwhile.
+# An overlapped step waits for its lanes, which have their own laps.
 MODEL_PHASES = frozenset({"draft_model", "target_model", "prefill_model", "wait"})
 
 
@@ -21,7 +21,7 @@ class PhaseEvent(NamedTuple):
 class PhaseTimes:
     """Nanoseconds per phase since the engine started. `lap` charges the time since the last lap.
 
-    Each lane has one of its own. `events`: set to a list, it collects every lap (for a timeline).
+    Each lane has its own object. `events`: if set to a list, it collects every lap, for a timeline.
     """
 
     def __init__(self, clock: Clock) -> None:

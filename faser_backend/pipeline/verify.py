@@ -28,7 +28,7 @@ class Verifier:
     def verify(
         self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, pruner: Pruner | None
     ) -> Verification:
-        """Runs the rows of a frontier through the target, without those that the pruner ends on the way."""
+        """Runs the rows of a frontier through the target; the pruner may remove rows between segments."""
         rows = verify_rows(batch, frontier)
         self._times.lap("target_rows")
         # Trees come without candidates, and are verified whole: exits are calibrated for chains.
@@ -69,7 +69,7 @@ class Verifier:
     def _exit_margins(
         self, frontier: Frontier, drawing: SamplingRows, candidates: np.ndarray, scores: DeviceArray
     ) -> np.ndarray:
-        """[B, K] leads of the draft tokens in scores [T, C] of candidates [T, C]; see ExitView."""
+        """Returns the leads [B, K] of the draft tokens in scores [T, C] of candidates [T, C]; see ExitView."""
         is_match = frontier.draft_probs is None
         leads = self._sampler.candidate_margins(scores, candidates, drawing, with_noise=is_match)
         sequence, column = drawing.sequence, drawing.num_drafted
@@ -79,7 +79,7 @@ class Verifier:
         return margins
 
     def accept(self, batch: DecodeBatch, frontier: Frontier, verification: Verification) -> Acceptance:
-        """Sample-and-match, or rejection sampling where the frontier carries draft probabilities."""
+        """Accepts by sample-and-match, or by rejection sampling if the frontier carries draft probabilities."""
         cu_rows, num_kept = verification.cu_rows, verification.num_kept
         rows = verify_sampling_rows(batch, frontier, cu_rows)
         sampler = self._sampler
@@ -97,7 +97,7 @@ class Verifier:
 
 
 def _candidates_of(frontier: Frontier, drawing: SamplingRows) -> np.ndarray:
-    """[T, C]: row j of a sequence scores the candidates for draft token j + 1; a bonus row any."""
+    """Returns candidates [T, C]: row j of a sequence scores those for draft token j + 1, a bonus row any."""
     assert frontier.candidates is not None
     last = frontier.candidates.shape[1] - 1
     return frontier.candidates[drawing.sequence, np.minimum(drawing.num_drafted, last)]

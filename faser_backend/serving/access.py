@@ -26,7 +26,7 @@ _KEY = re.compile(rf"[A-Za-z0-9_-]{{{MIN_KEY},{MAX_KEY}}}")
 
 
 def check_host(host: str, *, is_exposed: bool) -> None:
-    """Raises ConfigError for an address that others can reach, unless that was asked for."""
+    """Raises ConfigError for a non-loopback address that was not explicitly allowed."""
     if not is_exposed and not is_loopback(host):
         raise ConfigError(
             f"--host = {host!r}: is reached from other machines, and bodies crash the HTTP port of Triton 2.51: put a "
@@ -35,7 +35,7 @@ def check_host(host: str, *, is_exposed: bool) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Tells whether the address, or every address of the name, is reached from this machine alone."""
+    """Returns whether the address, or every address of the name, is a loopback address."""
     try:
         return all(ipaddress.ip_address(found[4][0]).is_loopback for found in socket.getaddrinfo(host, None))
     except (OSError, ValueError):
@@ -43,7 +43,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_admin_key(file: Path) -> str:
-    """The key in a regular file that its owner alone can read. Raises ConfigError naming the file."""
+    """Reads a key from a regular file that only its owner can read. Raises ConfigError naming the file."""
     named = f"--admin-key-file = {file}"
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would hang
@@ -65,12 +65,12 @@ def read_admin_key(file: Path) -> str:
 
 
 def random_key() -> str:
-    """A key that nobody knows: what it opens stays shut."""
+    """Returns a random key, which keeps the administration closed."""
     return secrets.token_urlsafe(32)
 
 
 def restriction_options(key: str, also: tuple[str, ...] = ()) -> list[str]:
-    """Options of tritonserver. also: of ALSO_RESTRICTABLE. Raises ConfigError for another."""
+    """Returns options of tritonserver. also: entries of ALSO_RESTRICTABLE; raises ConfigError for any other."""
     for name in also:
         if name not in ALSO_RESTRICTABLE:
             raise ConfigError(f"--restrict = {name!r:.80}: must be among {', '.join(ALSO_RESTRICTABLE)}")
@@ -88,7 +88,7 @@ class GrpcTls:
 
     @classmethod
     def of(cls, cert: Path | None, key: Path | None, root: Path | None) -> GrpcTls | None:
-        """None where none is given. Raises ConfigError naming an option that is missing or a file that is not."""
+        """Returns None without any option. Raises ConfigError for a missing option or file."""
         given = {"--grpc-tls-cert": cert, "--grpc-tls-key": key, "--grpc-tls-root": root}
         for name, file in given.items():
             if file is not None and not (file.is_file() and os.access(file, os.R_OK)):
@@ -100,7 +100,7 @@ class GrpcTls:
         return cls(cert, key, root)
 
     def options(self) -> list[str]:
-        """Options of tritonserver."""
+        """Returns options of tritonserver."""
         named = {"server-cert": self.cert, "server-key": self.key}
         named |= {} if self.root is None else {"root-cert": self.root}
         mutual = [] if self.root is None else ["--grpc-use-ssl-mutual=true"]

@@ -63,8 +63,8 @@ def open_engine(
 
 
 def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
-    """As open_engine, for the calling thread to step. Raises ManifestError, ConfigError or, where the engine cannot be
-    warmed up, FaserError."""
+    """Opens an engine for the calling thread to step. Raises ManifestError, ConfigError or, if the warm-up fails,
+    FaserError."""
     engine, prepare = open_engine(engine_dir, config, clock)
     return _prepared(engine, prepare)
 
@@ -78,8 +78,7 @@ def engine_on(
     on_close: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
-    """An engine of a directory on a runtime that is already open, with what its profile knows, for the calling thread
-    to step."""
+    """Returns an engine of a directory on an open runtime, with its profile, for the calling thread to step."""
     engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=on_close, clock=clock)
     return _prepared(engine, lambda: _prepare(runtime, engine, config))
 
@@ -116,7 +115,7 @@ def _prepared(engine: Engine, prepare: Callable[[], None]) -> Engine:
 def choose_policy(
     runtime: AnyRuntime, config: EngineConfig, load_knowledge: Callable[[], Knowledge]
 ) -> SpeculationPolicy:
-    """The policy that the configuration asks for, on the partitions that the runtime would open."""
+    """Returns the configured policy, for the partitions that the runtime would open."""
     splits = tuple(split_name(*split) for split in runtime.splits)
     split = splits[0] if splits else None
     if split is None and config.pipeline not in {"auto", "serial"}:
@@ -133,7 +132,7 @@ def assemble_on(
     on_close: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
-    """An engine of these models on an open runtime, which stays the caller's. config.policy is not read.
+    """Returns an engine of these models on an open runtime, which the caller closes. config.policy is not read.
 
     on_close: called when the engine closes, after everything that was opened here. Raises ConfigError and leaves
     nothing open.
@@ -181,7 +180,7 @@ def open_partitions(
     names: Collection[str],
     is_drafting: bool,
 ) -> tuple[dict[str, Partition], Callable[[], None]]:
-    """Partitions by name, WHOLE always among them, and what closes all their lanes and runners.
+    """Returns the partitions by name, always including WHOLE, and a function that closes their lanes and runners.
 
     is_drafting: without it, or without a draft model, there is nothing to overlap. names: partitions that are of
     use; of the splits among them those that the runtime holds to be worth it are opened, and the log says why.
@@ -208,7 +207,7 @@ def open_partitions(
 
 @dataclass(frozen=True, slots=True)
 class _Opener:
-    """Opens runners and lanes; `stack` closes them, the last opened first."""
+    """Opens runners and lanes; `stack` closes them in reverse order."""
 
     runtime: AnyRuntime
     sampler: Sampler
@@ -220,7 +219,7 @@ class _Opener:
         return runner
 
     def split(self, models: ModelPair, split: tuple[Any, Any], target_pool: Any, draft_pool: Any) -> Partition:
-        """Runners that share the pools of the whole, each opened on its lane's own thread."""
+        """Returns runners that share the pools of WHOLE, each opened on its lane's thread."""
         draft_model, (draft_share, target_share) = models.draft, split
         assert draft_model is not None
         lanes = self.runtime.open_lanes(draft_share, target_share)
@@ -240,7 +239,7 @@ def _load_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineCo
 
 
 def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
-    """Raises ConfigError where the scheduler could make larger calls than engines were compiled for."""
+    """Raises ConfigError if the scheduler could make larger calls than the engines were compiled for."""
     for field, dimension, wanted in (
         ("max_num_seqs", "B", config.max_num_seqs),
         ("max_prefill_tokens", "T", config.max_prefill_tokens),
@@ -255,7 +254,7 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
 
 
 def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig, num_partitions: int = 1) -> int:
-    """Blocks for max_num_seqs full contexts, or as many as the memory that the runtime leaves for them holds.
+    """Returns blocks for max_num_seqs full contexts, or as many as fit the memory that the runtime leaves.
 
     Raises ConfigError where not even one full context fits, which could deadlock.
     """

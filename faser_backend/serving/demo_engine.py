@@ -29,7 +29,7 @@ _MORE_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template
 def demo_engine_dir(
     progress: Callable[[str, int, int], None] | None = None, *, pair: Path = DEMO_PAIR, cache: Path | None = None
 ) -> Path:
-    """The directory of the pair's engines. Raises ConfigError where there is no pair to build from."""
+    """Returns the directory of the pair's engines. Raises ConfigError if there is no pair to build from."""
     cache = cache or cache_folder()
     directory = cache / f"demo-{_digest(pair)[:16]}"
     try:

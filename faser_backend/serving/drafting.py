@@ -1,4 +1,4 @@
-"""Who drafts in an engine: its draft model, n-grams of the text so far, or both; and what policies know then.
+"""Selects the drafter of an engine: its draft model, n-grams of the text so far, or both.
 
 The choice is the configuration's (`draft`) and the manifest's (which models there are), made here and nowhere else.
 """
@@ -29,7 +29,7 @@ BOTH = "model+ngram"
 
 
 def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
-    """The models to load: no draft where n-grams draft. Raises ConfigError for what does not go together."""
+    """Returns the models to load; none for drafting if n-grams draft. Raises ConfigError for bad combinations."""
     if config.draft in ("model", BOTH) and manifest.draft is None:
         raise ConfigError(
             f"draft = {config.draft!r}: the engine directory has no draft model; use 'ngram', or build with one"
@@ -47,7 +47,7 @@ def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
 
 
 def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
-    """Returns what policies may know. Raises ConfigError, also where a profile does not fit.
+    """Returns the knowledge of policies. Raises ConfigError, also if a profile does not fit.
 
     Where n-grams draft, what was measured of the draft model does not hold: neither costs nor chances.
     """
@@ -60,7 +60,7 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
 
 
 def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> None:
-    """Raises ConfigError where the policy asks for trees that nobody here drafts or verifies."""
+    """Raises ConfigError if the policy asks for trees that the engine cannot draft or verify."""
     if not drafts_trees(policy):
         return
     if models.draft is None:
@@ -73,7 +73,7 @@ def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> N
 def make_proposer(
     models: ModelPair, config: EngineConfig, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray
 ) -> Proposer:
-    """block_tables [max_num_seqs, max_blocks], by slot."""
+    """Returns the proposer. block_tables [max_num_seqs, max_blocks], by slot."""
     keeps_probs = config.acceptance == "rejection"
     look_ups = NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
     if models.draft is None:

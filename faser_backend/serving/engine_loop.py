@@ -1,4 +1,4 @@
-"""The thread that owns `Engine.step`, and the hub that routes outputs to those that submitted.
+"""The thread that owns `Engine.step`, and the hub that routes outputs to their subscribers.
 
 A subscriber is one front end: the engine's own process or another one behind a socket (link.py).
 Handing over is one queue put per subscriber and step; nothing that a client does can block a step.
@@ -27,7 +27,7 @@ Deliver = Callable[[list[EngineOutput] | None], None]
 
 
 class Subscription:
-    """One front end's end of the hub. `outputs` yields lists of EngineOutput, then None at the end.
+    """A subscription of one front end. `outputs` yields lists of EngineOutput, then None at the end.
 
     deliver: takes them instead of `outputs`, on the thread that makes them: it hands over and returns.
     """
@@ -38,7 +38,7 @@ class Subscription:
         self._loop = loop
 
     def submit(self, request: Request, client_id: str) -> None:
-        """Raises RequestError. `client_id` is the id that a stop request will name, "" for none."""
+        """Submits a request. Raises RequestError. client_id: the id that a stop request names; "" for none."""
         self._loop.submit(request, client_id, self)
 
     def cancel(self, request_id: str) -> None:
@@ -52,7 +52,7 @@ class Subscription:
         self._loop.stop_client(client_id)
 
     def close(self) -> None:
-        """Cancels what is still running and ends `outputs`."""
+        """Cancels running requests and ends `outputs`."""
         self._loop.unsubscribe(self)
 
 
@@ -133,7 +133,7 @@ class EngineLoop:
             raise
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """Ends a request as CANCELLED or STOPPED, wherever it is; one that has ended stays as it is."""
+        """Ends a request as CANCELLED or STOPPED in any state. Does nothing if it has ended."""
         with self._lock:
             route = self._routes.get(request_id)
             if route is not None and route.is_compiling:
@@ -155,7 +155,7 @@ class EngineLoop:
         subscriber.deliver(None)
 
     def _submit_guided(self, request: Request, result: Grammar | FaserError) -> None:
-        """On the compiler's thread: a request whose grammar is there goes to the engine, unless it has ended."""
+        """Submits a request whose grammar is compiled, unless it has ended. Runs on the compiler's thread."""
         with self._lock:
             route = self._routes.get(request.request_id)
             if route is None:
@@ -171,13 +171,13 @@ class EngineLoop:
                 self._answer_unstarted(request.request_id, FinishReason.ERROR, error.failure)
 
     def _answer_unstarted(self, request_id: str, reason: FinishReason, error: Failure | None = None) -> None:
-        """The last output of a request that the engine never knew. Under the lock."""
+        """Sends the last output of a request that never reached the engine. Call under the lock."""
         route = self._routes.pop(request_id)
         last = EngineOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
         route.subscriber.deliver([last])
 
     def refuse(self) -> None:
-        """From now on no request is taken."""
+        """Refuses further requests."""
         self._is_refusing = True
 
     def drain(self) -> None:
@@ -186,7 +186,7 @@ class EngineLoop:
             time.sleep(DRAIN_POLL_S)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Ends after the step in flight; what still runs is failed, blocks and sessions are freed."""
+        """Stops after the current step. Running requests fail; blocks and sessions are freed."""
         with self._lock:
             self._is_closing = True
         self._thread.join(timeout_s)
@@ -248,7 +248,7 @@ class EngineLoop:
 
 
 def _told(listener: Callable[..., None], *news: object) -> None:
-    """Calls a listener. An error of its own stays with it: the loop goes on."""
+    """Calls a listener. Logs its errors, so that the loop goes on."""
     try:
         listener(*news)
     except Exception:

@@ -30,10 +30,10 @@ class _Calls(logging.Handler):
 
 
 class PhaseDisplay:
-    """A line for each phase: on a terminal with the time that it takes, elsewhere with the time at which it begins."""
+    """Prints a line per phase: on a terminal with its duration, elsewhere with its start time."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """tell: takes the lines instead, bare."""
+        """tell: receives the lines instead, without times."""
         self._start_s, self._now, self._tell = time.monotonic(), "", tell
         columns = SpinnerColumn(finished_text=" "), TimeElapsedColumn(), TextColumn("{task.description}")
         console = Console(stderr=True)
@@ -42,7 +42,7 @@ class PhaseDisplay:
             self._live.start()
 
     def begin(self, what: str) -> None:
-        """Ends the phase before it. Says nothing where it is that phase."""
+        """Begins a phase and ends the one before. Does nothing if it is the current phase."""
         if what == self._now:
             return
         self._finish()
@@ -92,7 +92,7 @@ def shown_phases(tell: Callable[[str], None] | None = None, *, in_pipes: bool = 
 
 @contextmanager
 def written_phases(folder: Path) -> Iterator[None]:
-    """Keeps the phase of this process in the launch folder of its server."""
+    """Writes the phase of this process to the launch folder of its server."""
 
     def write(what: str) -> None:
         with suppress(OSError):  # a full disk: nobody is told

@@ -1,4 +1,4 @@
-"""How processes of ours log: lines for people, or JSON, an object per line with the id of the request it is about."""
+"""Log formats of all processes: plain lines, or JSON lines that carry the id of their request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class JsonFormatter(logging.Formatter):
     traceback."""
 
     def __init__(self, process: str) -> None:
-        """process: a model's name, or that of a command."""
+        """process: name of a model or command."""
         super().__init__()
         self._process = process
 
@@ -40,14 +40,14 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(log_format: str, process: str, level: int = logging.INFO) -> None:
-    """Logs of this process go to stderr from now on. Call once, before anything is logged."""
+    """Sends the logs of this process to stderr. Call once, before anything is logged."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
 def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
-    """Returns what prints a command's messages, bare for people, or as JSON: called with a level and a message."""
+    """Returns a function of level and message that prints a command's messages, plain or as JSON."""
     formatter = JsonFormatter(process)
 
     def tell(level: str, message: str) -> None:
@@ -62,7 +62,7 @@ def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
 
 
 def about(request_id: str, **fields: Any) -> dict[str, Any]:
-    """`extra` of a line that is about a request."""
+    """Returns `extra` for a log line about a request."""
     return {FIELD: {"request_id": request_id, **fields}}
 
 

@@ -60,7 +60,7 @@ def terminable() -> Iterator[None]:
 
 
 def is_child_of_main_thread(parent: int) -> bool:
-    """Tells whether this process now belongs to the main thread of its parent, which ends no sooner than that does. A
+    """Returns whether this process now belongs to the main thread of its parent, which ends no sooner than that does. A
     thread's children pass to the main thread when it ends."""
     try:
         return str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -74,12 +74,12 @@ def children(pid: int) -> list[int]:
 
 
 def is_running(pid: int) -> bool:
-    """Tells whether the process is there; one that has ended and that nobody has waited for is not."""
+    """Returns whether the process runs; a zombie does not."""
     return _parent(pid) is not None
 
 
 def arguments(pid: int) -> list[str]:
-    """Returns its command line, empty where it has ended."""
+    """Returns its command line, empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
     except OSError:
@@ -87,7 +87,7 @@ def arguments(pid: int) -> list[str]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Tells whether a signal has stopped the process, as SIGSTOP does."""
+    """Returns whether a signal such as SIGSTOP has stopped the process."""
     return _state(pid)[:1] == ["T"]
 
 
@@ -98,7 +98,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def started_s(pid: int) -> float:
-    """Returns when it was started, as time.time() counts; infinity where it has ended."""
+    """Returns when it was started, as time.time() counts; infinity if it has ended."""
     ticks = _state(pid)[19:20]
     booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return booted_s + int(ticks[0]) / os.sysconf("SC_CLK_TCK") if ticks else float("inf")
@@ -120,7 +120,7 @@ def _parent(pid: int) -> int | None:
 
 
 def _state(pid: int) -> list[str]:
-    """Returns the words of /proc/PID/stat from the state on, none where it has ended."""
+    """Returns the words of /proc/PID/stat from the state on, none if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

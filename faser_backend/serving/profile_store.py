@@ -1,4 +1,4 @@
-"""`profile.json`: fitted costs, chances of acceptance and where they were measured; read back with suspicion.
+"""`profile.json`: fitted costs, chances of acceptance and where they were measured; validated when read.
 
 A profile speaks for one engine directory on one machine with one set of versions. Anything else is
 refused with what differs; an engine without a profile gets the default model.
@@ -56,7 +56,7 @@ class Fingerprint:
 
     @classmethod
     def here(cls, manifest: EngineManifest) -> Fingerprint:
-        """Fingerprint of this machine and an engine whose files the manifest has just verified."""
+        """Returns the fingerprint of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
         device = {**identity_of(manifest.runtime), "kv_cache_dtype": manifest.kv_cache_dtype}
         return cls(device, VERSION, files)
@@ -83,7 +83,7 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class FitError:
-    """How well the fit of one model on one partition predicts whole calls: MAPE in percent.
+    """The error of the fit of one model on one partition, over whole calls: MAPE in percent.
 
     spread_percent: the median case's distance between quartiles, i.e. how restless the machine was.
     """
@@ -109,7 +109,7 @@ class ReliabilityBin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """A pair's chances of acceptance, as policies read them, and how well they hold on texts that were not fitted."""
+    """A pair's chances of acceptance, and their errors on held-out texts."""
 
     source: str  # of the texts
     num_fitted: int  # tested draft tokens
@@ -136,7 +136,7 @@ class Calibration:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Calibration:
-        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
+        """Reads the fields of as_dict. Raises KeyError, TypeError or ValueError for others."""
         return cls(
             source=str(fields["source"]),
             num_fitted=int(fields["num_fitted"]),
@@ -168,7 +168,7 @@ def _exit_from(fields: dict[str, Any]) -> ExitCalibration:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """All of profile.json. costs: (model, partition) -> cost per segment."""
+    """The content of profile.json. costs: (model, partition) -> cost per segment."""
 
     fingerprint: Fingerprint
     date: str
@@ -178,7 +178,7 @@ class Profile:
     calibration: Calibration
 
     def save(self, engine_dir: Path) -> None:
-        """Writes ENGINE_DIR/profile.json; the rename makes it appear whole or not at all."""
+        """Writes ENGINE_DIR/profile.json atomically, by a rename."""
         content = {
             "format_version": FORMAT_VERSION,
             "date": self.date,
@@ -197,7 +197,7 @@ class Profile:
 
 
 def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
-    """Raises ConfigError naming what is wrong or differs, and the command that mends it."""
+    """Reads a profile. Raises ConfigError naming the error or difference, and the command that mends it."""
     path = Path(engine_dir) / PROFILE_FILE
     mend = f"run `faser profile {engine_dir}`"
     try:
@@ -233,7 +233,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 
 
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
-    """The profile's; guesses where there is no profile. Raises ConfigError for one that does not fit."""
+    """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
     if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a link that leads nowhere is a mistake
         sizes = map(_size_of, _models(manifest).values())
         return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
@@ -243,7 +243,7 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
 
 
 def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
-    """The costs of `load_knowledge` alone."""
+    """Returns the costs of `load_knowledge` alone."""
     return load_knowledge(engine_dir, manifest).costs
 
 
@@ -254,7 +254,7 @@ def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
 
 
 def is_padded(manifest: EngineManifest) -> bool:
-    """Whether attention treats all sequences of a call as the longest; kernels of ours take each as it is."""
+    """Returns whether attention pads all sequences of a call to the longest."""
     return manifest.runtime_spec.is_gathered
 
 

@@ -1,4 +1,4 @@
-"""Records what became of one request, for traces, logs and counters.
+"""Records the life of a request, for traces, logs and counters.
 
 A frontend fills a `RequestLife` as the request goes along, off the engine's thread, and hands it over when it has
 ended. Times are nanoseconds of the engine's clock, which is that of all processes.

@@ -1,4 +1,4 @@
-"""Opens what stands behind each runtime of the manifest (faser_backend/runtime_spec.py).
+"""Opens the runtimes that manifests name (faser_backend/runtime_spec.py).
 
 GPU runtimes are imported where they are asked for: a CPU's engine never loads torch or a CUDA library.
 """
@@ -21,7 +21,7 @@ AnyRuntime = Runtime[Any, Any]
 
 
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
-    """Opens the device for an engine directory. Raises ConfigError where its runtime cannot run here."""
+    """Opens the device for an engine directory. Raises ConfigError if its runtime cannot run here."""
     spec = manifest.runtime_spec
     if spec.is_cpu:
         return open_llvm(engine_dir, manifest, config)
@@ -45,7 +45,7 @@ def identity_of(runtime: str) -> dict[str, str | int]:
 
 
 def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
-    """Columns of keys that a call reads for a sequence of so many tokens."""
+    """Returns the columns of keys that a call reads for a sequence of num_tokens tokens."""
     num_blocks = -(-num_tokens // kv_block_size)
     if RUNTIMES[runtime].is_gathered:  # it gathers what the block table has columns for
         num_blocks = 1 << max(num_blocks - 1, MIN_TABLE_BLOCKS - 1).bit_length()

@@ -22,7 +22,7 @@ CLOSE_MS = 1500
 
 
 def check_endpoint(url: str) -> str:
-    """The url of a collector, without the path of traces. Raises ConfigError naming it, or the missing extra."""
+    """Returns a collector's URL without the path of traces. Raises ConfigError for a bad URL or a missing extra."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(f"--otlp-endpoint = {url!r:.200}: must be http://HOST:PORT or https://HOST:PORT")
@@ -34,13 +34,13 @@ def check_endpoint(url: str) -> str:
 
 
 def forward_options() -> list[str]:
-    """Options of tritonserver by which a client's trace context reaches the models as parameters of the request."""
+    """Returns options of tritonserver that pass a client's trace context to the models as request parameters."""
     pattern = f"(?i){'|'.join(CONTEXT_HEADERS)}"
     return [f"--http-header-forward-pattern={pattern}", f"--grpc-header-forward-pattern={pattern}"]
 
 
 def context_of(parameters: dict[str, Any]) -> dict[str, str]:
-    """The trace headers among a request's parameters, their names in small letters."""
+    """Returns the trace headers among a request's parameters, with lower-case names."""
     return {name.lower(): str(value) for name, value in parameters.items() if name.lower() in CONTEXT_HEADERS}
 
 
@@ -99,13 +99,13 @@ class Tracing:
             span.end(epoch_ns + end_ns)
 
     def close(self) -> None:
-        """Sends what is left, for CLOSE_MS at most."""
+        """Sends the remaining spans, for at most CLOSE_MS."""
         self._provider.force_flush(CLOSE_MS)
         self._provider.shutdown()
 
 
 def request_attributes(life: RequestLife, model: str) -> dict[str, Any]:
-    """After the conventions for generative models; what these do not know is under `faser.`."""
+    """Returns attributes in the conventions for generative models; other ones begin with `faser.`."""
     sequences = list(life.sequences.values())
     found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion",

@@ -1,4 +1,4 @@
-"""Before the first request of a GPU engine: every graph is captured, and batches run that nobody asked for.
+"""Warms up a GPU engine before its first request: captures every graph and runs some batches.
 
 On the thread that is going to step, for what libraries open per thread is opened here. Which calls there can be is
 known beforehand, so that no client waits for a capture; the batches show that all of it runs, and compile what is no
@@ -27,8 +27,7 @@ TEMPERATURES = (0.0, 0.8)
 
 
 def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> None:
-    """Captures graphs and runs the batches to their end on the calling thread. Raises FaserError with the first step's
-    error."""
+    """Captures graphs and runs the batches on the calling thread. Raises FaserError if a step fails."""
     start = time.perf_counter()
     engine.bind_thread()
     capture_menus(engine.step_runner.partitions.values(), max_num_seqs)
@@ -56,13 +55,13 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
 
 @runtime_checkable
 class HasMenu(Protocol):
-    """A runner or draft loop whose calls are known beforehand."""
+    """A runner or draft loop whose possible calls are known."""
 
     capture_menu: Callable[..., None]
 
 
 def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
-    """Every partition's target, draft and draft loop captures its calls, on the thread that is going to run them."""
+    """Captures the calls of every target, draft and draft loop, on the thread that will run them."""
     for partition in partitions:
         lanes: Any = partition.lanes
         on_target = lanes.on_target if lanes is not None else _here
@@ -82,7 +81,7 @@ def _here(work: Callable[[], None]) -> None:
 
 
 def warm_up_batches(limits: Limits, max_num_seqs: int, max_prefill_tokens: int) -> Iterator[list[Request]]:
-    """One long prompt, then 1, 2, 4, ... requests at once, greedy and random; token ids are random."""
+    """Yields one long prompt, then 1, 2, 4, ... requests at once, greedy and sampled, of random token ids."""
     rng = np.random.default_rng(0)
 
     def request(name: str, num_prompt: int, temperature: float) -> Request:
