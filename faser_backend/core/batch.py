@@ -1,7 +1,4 @@
-"""`RowBatch`: packed ragged rows for one model call. One row = one token of one sequence.
-
-The only thing that the pipeline hands to a runner; shapes are spelled out once, here.
-"""
+"""`RowBatch`: packed ragged rows for one model call. One row = one token of one sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy as np
 
 @dataclass(slots=True, eq=False)
 class TreeRows:
-    """Which KV positions the rows of trees see; rows of a chain see all that lie before them.
+    """The KV positions that the rows of trees see; rows of a chain see all positions before them.
 
     Row r of sequence b sees the first trunk_lens[b] KV positions of its sequence, and position trunk_lens[b] + i where
     bit i of ancestors[r] is set; its own is the last of them. A row without a bit is one of a chain.
@@ -64,7 +61,7 @@ class RowBatch:
 
 @dataclass(slots=True, eq=False)
 class SamplingRows:
-    """Which distribution each of R rows of logits belongs to.
+    """The position and prefix from which each of R rows of logits draws.
 
     Row r draws the token at absolute position `positions[r]` of the sequence in `slots[r]`, whose
     uncommitted prefix is drafted[sequence[r], :num_drafted[r]]: penalties act on that prefix too.

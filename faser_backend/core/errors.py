@@ -44,7 +44,7 @@ class Failure:
 
     @classmethod
     def from_json(cls, text: str) -> Failure | None:
-        """The failure that `to_json` wrote; None for any other text."""
+        """Reads what `to_json` wrote. Returns None for any other text."""
         try:
             given = json.loads(text)
             return cls(ErrorCode(given["code"]), given["message"], given["field"])
@@ -64,7 +64,7 @@ class FaserError(Exception):
 
 
 class RequestError(FaserError):
-    """One request is refused or failed; nobody else is touched.
+    """One request is refused or failed; other requests go on.
 
     field: of the request; what follows a blank says which quantity of it is meant ("prompt length" blames `prompt`).
     """
@@ -106,14 +106,14 @@ class FailedError(FaserError):
 
 
 def blamed(field: str, error: Exception) -> Failure:
-    """Why one request fails: an error in what belongs to it alone, which is its field `field`."""
+    """Returns the failure of one request, caused by an error in its field `field`."""
     if isinstance(error, FaserError):
         return Failure(error.code, str(error), error.field or field)
     return Failure(ErrorCode.INTERNAL, f"{field}: {type(error).__name__}: {error}", field)
 
 
 def blaming(field: str, work: Callable[..., Result], *arguments: Any) -> Result:
-    """Calls `work`, which belongs to one request: its error is raised as FailedError that names the field."""
+    """Calls `work` for one request. Raises its errors as a FailedError that names the field."""
     try:
         return work(*arguments)
     except Exception as error:

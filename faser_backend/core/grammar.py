@@ -13,9 +13,9 @@ GUIDE = "guided_decoding_guide"  # the field of a request that holds its grammar
 
 
 class GrammarState(Protocol):
-    """How far one answer has come in its grammar. Not thread-safe.
+    """The state of one answer in its grammar. Not thread-safe.
 
-    Every call raises RequestError that names GUIDE where it exceeds the library's limits.
+    Every call raises RequestError naming GUIDE if it exceeds the library's limits.
     """
 
     def advance(self, tokens: list[int]) -> int:
@@ -23,15 +23,15 @@ class GrammarState(Protocol):
         ...
 
     def rollback(self, num_tokens: int) -> None:
-        """Gives back the last num_tokens that `advance` took."""
+        """Undoes the last num_tokens that `advance` took."""
         ...
 
     def allowed(self) -> np.ndarray:
-        """[V] bool: what may come next, end tokens where the answer may end; at least one is true."""
+        """Returns bool [V]: the tokens that may come next, at least one; end tokens if the answer may end."""
         ...
 
     def forced(self) -> list[int]:
-        """The likely tokens of the text that has to come next, whatever is chosen; [] where there is a choice."""
+        """Returns the likely tokens of the only possible next text; [] if there is a choice."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""How many calls of a device run as captured graphs, and how many could not be captured."""
+"""Counts of captured graphs, and of calls that could not be captured."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""The ports that pipeline and simulation share: what a step needs from a device.
+"""The interfaces through which a step uses a device: model runners, sampler, draft loop, clock, lanes.
 
-`device` implements them on real hardware, `simulation` in virtual time.
+`cpu` and `cuda` implement them on hardware, lab/simulation in virtual time. Letters in shapes: B sequences, T rows of
+one call, R rows with logits, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import Failure
 from faser_backend.core.request import Sampling
 
-# An array where the runner computes: numpy on a CPU, a tensor of its own on a GPU. Runners make them, runners and
-# samplers read them, the pipeline passes them on unseen.
+# An array on the runner's device: numpy on a CPU, a tensor on a GPU. Runners make them, runners and samplers read them,
+# the pipeline passes them on.
 DeviceArray: TypeAlias = Any
 
 Verified = TypeVar("Verified")
@@ -49,7 +50,7 @@ class ModelRunner(Protocol):
         ...
 
     def take_rows(self, hidden: DeviceArray, kept: np.ndarray) -> DeviceArray:
-        """Rows kept [n] int64, rising, of hidden [T, hidden_size]: what stays of a batch after an exit."""
+        """Returns the rows `kept` [n] int64, rising, of hidden [T, hidden_size]: the rest of a batch after an exit."""
         ...
 
 
@@ -81,12 +82,12 @@ class TreeHeadRunner(HeadRunner, TreeRunner, Protocol):
     """A head that drafts trees."""
 
     def join_rows(self, pieces: list[DeviceArray]) -> DeviceArray:
-        """Hidden states [n, hidden_size] of pieces, what take_rows gave of earlier calls, one behind the other."""
+        """Concatenates hidden states that take_rows returned of earlier calls -> [n, hidden_size]."""
         ...
 
 
 class DraftTokens(NamedTuple):
-    """One draft token per row, and how sure the draft was."""
+    """One draft token per row, with the draft's confidence."""
 
     tokens: np.ndarray  # [R] int64
     margins: np.ndarray  # [R] float32 >= 0: lead over the second best, noise included, in logits (times temperature)
@@ -109,7 +110,7 @@ class Sampler(Protocol):
 
     @property
     def failures(self) -> Mapping[int, Failure]:
-        """By slot, until it is removed."""
+        """Failures by slot, until it is removed."""
         ...
 
     def add(
@@ -130,7 +131,7 @@ class Sampler(Protocol):
         ...
 
     def forced(self, slot: int) -> list[int]:
-        """Tokens that the slot's grammar makes all but certain to come next: drafts that cost nothing. [] mostly."""
+        """Returns the tokens that the slot's grammar forces next, free drafts; usually []."""
         ...
 
     def sample(self, logits: DeviceArray, rows: SamplingRows) -> np.ndarray:
@@ -138,7 +139,7 @@ class Sampler(Protocol):
         ...
 
     def sample_draft(self, logits: DeviceArray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
-        """As `sample`, with the confidence in each token. num_candidates 0: none are wanted."""
+        """Samples draft tokens with their confidence. num_candidates 0: none are returned."""
         ...
 
     def candidate_margins(
@@ -158,11 +159,11 @@ class Sampler(Protocol):
         ...
 
     def log_probs(self, logits: DeviceArray, token_ids: np.ndarray) -> np.ndarray:
-        """Log-probabilities [R] of token_ids [R] under softmax(logits [R, V]), before processing."""
+        """Returns log-probabilities [R] of token_ids [R] under softmax(logits [R, V]), before processing."""
         ...
 
     def to_host(self, logits: DeviceArray) -> np.ndarray:
-        """A copy of logits [R, V] as they are, float32, which nobody writes to later."""
+        """Returns a private copy of logits [R, V], float32."""
         ...
 
 
@@ -170,7 +171,7 @@ class TreeSampler(Sampler, Protocol):
     """A sampler that draws more than one token from a row."""
 
     def sample_children(self, logits: DeviceArray, rows: SamplingRows, num_children: int) -> DraftChildren:
-        """As `sample`, with the next best tokens after the drawn one: num_children in all."""
+        """Samples a token of each row and its next best tokens: num_children in all."""
         ...
 
 
@@ -178,7 +179,7 @@ class DraftLoop(Protocol):
     """Drafts chains on a device that picks the tokens itself, without asking the host between."""
 
     def can_draft(self, slots: np.ndarray) -> bool:
-        """Whether the sampling of all slots [A] is such that the device can pick their tokens."""
+        """Returns whether the device can sample the tokens of all slots [A]."""
         ...
 
     def draft(
@@ -203,7 +204,7 @@ class Clock(Protocol):
 
 
 class Lanes(Protocol):
-    """Where two phases run at once, each on its own share of the device."""
+    """Threads that run two phases at once, each on its own share of the device."""
 
     def run_both(self, verify: Callable[[], Verified], propose: Callable[[], Proposed]) -> tuple[Verified, Proposed]:
         """Returns both results when both have ended; then raises the first error if there was one."""
@@ -212,7 +213,7 @@ class Lanes(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partition:
-    """A way to share the device: runners of both models, and lanes where the two can run at once."""
+    """A way to share the device: runners of both models, and lanes if the two can run at once."""
 
     target: ModelRunner
     draft: ModelRunner | None

@@ -1,7 +1,4 @@
-"""Requests of clients (`Request`, `Sampling`) and the engine's answers to them (`EngineOutput`).
-
-Pure data and its validation; knows nothing of text, Triton or engines.
-"""
+"""Requests of clients (`Request`, `Sampling`) and the engine's answers (`EngineOutput`): plain data, validated."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ import numpy as np
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.grammar import Grammar
 
-# Words of a request, and their tokens in all: what they cost is searched for with every token.
+# Limits of words per request and of their tokens in sum, because they are searched for with every token.
 MAX_STOP_SEQUENCES = 64
 MAX_STOP_TOKENS = 4096
 MAX_BAD_WORDS = 1024
@@ -96,7 +93,7 @@ class Request:
     guide: str | None = None  # a grammar as text, to be compiled into sampling.grammar before the request is submitted
 
     def nth(self, index: int) -> Request:
-        """Another sequence for the same prompt, with an id and a seed of its own; the 0th is this one."""
+        """Returns a further sequence for the same prompt, with its own id and seed; the 0th is this one."""
         if index == 0:
             return self
         sampling = replace(self.sampling, seed=(self.sampling.seed + index) % (MAX_SEED + 1))

@@ -1,4 +1,4 @@
-"""A `Sequence` is a request inside the engine: its tokens, and how far each KV cache has come.
+"""A `Sequence`: a request inside the engine, with its tokens and the length of each KV cache.
 
 `slot` is the row that the sequence keeps in every persistent per-sequence array (block table,
 sampler state) from admission until it leaves; steps gather rows by slot.
@@ -30,12 +30,12 @@ class Sequence:
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
     num_proposals: int = 0  # that the draft made for it, discarded ones included
     log_probs: list[float] = field(default_factory=list)
-    client_draft: tuple[int, ...] = ()  # what the client guessed, or its grammar forces, until it was verified
+    client_draft: tuple[int, ...] = ()  # draft tokens of the client or forced by a grammar, until verified
     num_client_tested: int = 0  # of these drafts, up to the first rejection of each
     num_client_accepted: int = 0
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
-    failure: Failure | None = None  # of what belongs to it alone: the step that it is in goes on, and then ends it
-    context_log_probs: np.ndarray | None = None  # as EngineOutput has them, filled likewise
+    failure: Failure | None = None  # of this sequence alone: the current step goes on, then ends it
+    context_log_probs: np.ndarray | None = None  # see EngineOutput; filled in the same way
     stats: RequestStats = field(default_factory=RequestStats)
 
     @classmethod
@@ -72,18 +72,18 @@ class Sequence:
 
     @property
     def owes_context_logits(self) -> bool:
-        """Whether the prompt has to be run with logits: they leave with the first output tokens."""
+        """Whether the prompt must be run with logits, which leave with the first output tokens."""
         wants = self.request.wants_context_logits or self.request.wants_context_log_probs
         return wants and self.num_output_tokens == 0
 
     @property
     def server_acceptance(self) -> tuple[int, int]:
-        """(accepted, tested) draft tokens of the server: a client's guesses say nothing of its draft."""
+        """(accepted, tested) draft tokens of the server, without those of clients."""
         stats = self.stats
         return stats.num_accepted - self.num_client_accepted, stats.num_tested - self.num_client_tested
 
     def fail(self, field: str, error: Exception) -> None:
-        """Notes that the sequence has to end; of several failures the first counts."""
+        """Marks the sequence as failed. The first of several failures counts."""
         self.failure = self.failure or blamed(field, error)
 
     def append(self, tokens: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""`Tree`: how the draft tokens of a frontier hang together where some follow the same token.
+"""`Tree`: the structure of a frontier's draft tokens if several may follow one token.
 
 Rows of a sequence are numbered as in a chain: row 0 runs the anchor, row k + 1 draft token k. A row sees the context,
-and of its own sequence's rows those that lead to it. Index arithmetic alone; knows nothing of models or caches.
+and of its own sequence's rows those that lead to it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ class Tree:
 
     @classmethod
     def of_chains(cls, size: int, width: int) -> Tree:
-        """Chains of `size` sequences in `width` columns."""
+        """Returns chains of `size` sequences in `width` columns."""
         return cls(np.tile(np.arange(width), (size, 1)))
 
     def take(self, index: np.ndarray) -> Tree:
         return Tree(self.parents[index])
 
     def is_chain(self, num_drafted: np.ndarray) -> np.ndarray:
-        """[B] bool. Rows of a chain see all rows before them."""
+        """Returns bool [B]: whether each tree is a chain, whose rows see all rows before them."""
         columns = np.arange(self.parents.shape[1])
         return ((self.parents == columns) | (columns >= num_drafted[:, None])).all(axis=1)
 
     @property
     def lines(self) -> Lines:
-        """Worked out once."""
+        """The lines of the trees, computed once."""
         if self._lines is None:
             self._lines = self._ascend()
         return self._lines

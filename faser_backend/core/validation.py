@@ -1,4 +1,4 @@
-"""Errors of pydantic as ours: the first field that is wrong, its value and the limit."""
+"""Converts pydantic's errors to RequestError: the first wrong field, its value and the limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_SHOWN = 100  # fields of an object: all are sorted before some are shown
 
 
 class Brief:
-    """A client's value in an error: what it costs to show does not grow with it."""
+    """A client's value in an error message, shown at bounded cost."""
 
     def __init__(self, value: object) -> None:
         self._value = value

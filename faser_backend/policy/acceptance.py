@@ -1,4 +1,4 @@
-"""Acceptance: which drafted tokens survive the target's verification, and what follows them.
+"""Acceptance: which drafted tokens survive the target's verification, and which token follows them.
 
 Two rules: sample-and-match (a drafted token survives iff the target draws the same token), and rejection
 sampling (Leviathan et al. 2211.17192, Chen et al. 2302.01318). Both follow "prune rows, never tests": row j
@@ -43,8 +43,7 @@ def accept_matches(
 
 
 def _accept_uniform(drafted: np.ndarray, sampled: np.ndarray) -> Acceptance:
-    """accept_matches where every sequence drafted K tokens and nothing was pruned: few array operations,
-    as this runs in every step right after the target has emptied the caches."""
+    """Does the same as accept_matches if every sequence drafted K tokens and none were pruned, in fewer operations."""
     num_sequences, num_columns = drafted.shape
     tokens = sampled.reshape(num_sequences, num_columns + 1)
     if num_columns == 0:
@@ -58,7 +57,7 @@ def _accept_uniform(drafted: np.ndarray, sampled: np.ndarray) -> Acceptance:
 def _accept_path(
     frontier: Frontier, tree: Tree, sampled: np.ndarray, cu_rows: np.ndarray, num_kept: np.ndarray
 ) -> Acceptance:
-    """accept_matches in trees: from the anchor down, each row's draw is emitted, and the walk goes on with the first
+    """Accepts in trees: from the anchor down, each row's draw is emitted, and the walk goes on with the first
     draft token behind the row that equals it. Ends where there is none, or where its row was not computed."""
     tokens, rows, counts = [], [], []  # trees are small: lists are faster here than arrays
     sequences = zip(frontier.drafted.tolist(), tree.parents.tolist(), frontier.num_drafted.tolist(), strict=True)
@@ -84,7 +83,7 @@ def _accept_path(
 
 
 def _filled(lists: list[list[int]]) -> np.ndarray:
-    """[n, longest] int64, zeros behind the shorter ones."""
+    """Returns the lists as [n, longest] int64, padded with zeros."""
     longest = max(map(len, lists), default=0)
     return np.array([each + [0] * (longest - len(each)) for each in lists], np.int64).reshape(len(lists), longest)
 
@@ -136,7 +135,7 @@ def accept_by_rejection(
 
 
 def draw(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
-    """Ids [n] int64 drawn from weights [n, V] >= 0 (not all 0), inverse distribution at uniforms [n] in (0, 1)."""
+    """Draws ids [n] int64 from weights [n, V] >= 0, not all 0: the inverse distribution at uniforms [n] in (0, 1)."""
     cumulative = np.cumsum(weights, axis=1, dtype=np.float64)
     totals = cumulative[:, -1]
     # Strictly below the total, or rounding could run past the last token of positive weight.
@@ -145,7 +144,7 @@ def draw(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
 
 
 def rank_drawn(probs: np.ndarray, tokens: np.ndarray, num_candidates: int) -> DraftTokens:
-    """Tokens [n] that were drawn from probs [n, V], with their confidence: the lead in log probability over the
+    """Ranks tokens [n] that were drawn from probs [n, V], with their confidence: the lead in log probability over the
     best other token (negative where that one was likelier), and the best candidates after the drawn one."""
     rows = np.arange(tokens.size)
     others = probs.copy()
@@ -160,7 +159,7 @@ def rank_drawn(probs: np.ndarray, tokens: np.ndarray, num_candidates: int) -> Dr
 
 
 def _drafted_probs(frontier: Frontier, draft_probs: np.ndarray) -> np.ndarray:
-    """[B, K] of each draft token under the distribution that it was drawn from; 1 in clients' chains."""
+    """Returns the probability [B, K] of each draft token under its own distribution; 1 in clients' chains."""
     width = draft_probs.shape[1]
     q = draft_probs[np.arange(len(draft_probs))[:, None], np.arange(width), frontier.drafted[:, :width]]
     padded = np.ones(frontier.drafted.shape, np.float32)
@@ -170,7 +169,7 @@ def _drafted_probs(frontier: Frontier, draft_probs: np.ndarray) -> np.ndarray:
 
 
 def _drawn_from(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray) -> np.ndarray:
-    """[n, V] distributions of the draft tokens at (sequences [n], columns [n])."""
+    """Returns the distributions [n, V] of the draft tokens at (sequences [n], columns [n])."""
     distributions = np.zeros((sequences.size, draft_probs.shape[2]), np.float32)
     is_client = frontier.is_client[sequences]
     given, drawn = np.flatnonzero(is_client), np.flatnonzero(~is_client)
@@ -180,7 +179,7 @@ def _drawn_from(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarr
 
 
 def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """max(p - q, 0) [n, V], unnormalised; p where rounding left nothing of it (p = q up to rounding)."""
+    """Returns max(p - q, 0) [n, V], unnormalised; p itself if p = q up to rounding."""
     residual = np.maximum(p - q, 0.0)
     is_empty = ~residual.any(axis=1)
     residual[is_empty] = p[is_empty]
@@ -192,12 +191,12 @@ def _kept_rows(cu_rows: np.ndarray, num_kept: np.ndarray | None) -> np.ndarray:
 
 
 def _padded_rows(cu_rows: np.ndarray, num_kept: np.ndarray, width: int) -> np.ndarray:
-    """[B, width] row of each (sequence, j); past the kept rows it repeats the last one."""
+    """Returns the row [B, width] of each (sequence, j); past the kept rows it repeats the last one."""
     return cu_rows[:-1, None] + np.minimum(np.arange(width), num_kept[:, None] - 1)
 
 
 def _leading(passes: np.ndarray, num_tested: np.ndarray) -> np.ndarray:
-    """[B]: length of the leading run of True in passes [B, K], at most num_tested [B]."""
+    """Returns [B]: the length of the leading run of True in passes [B, K], at most num_tested [B]."""
     columns = np.arange(passes.shape[1] + 1)
     fails = np.ones((passes.shape[0], passes.shape[1] + 1), np.bool_)
     np.logical_not(passes, out=fails[:, :-1])

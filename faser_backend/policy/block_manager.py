@@ -1,8 +1,8 @@
 """Paged KV bookkeeping: which block of the pools holds which tokens of which sequence.
 
 One block table serves both models: block b indexes the target's pool and the draft's alike, so a
-sequence's memory is taken and given back in one move. Full blocks are published under a digest of
-their whole prefix and shared by reference count. Knows nothing of what lies inside a block.
+sequence's memory is allocated and freed in one move. Full blocks are published under a digest of
+their whole prefix and shared by reference count.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BlockManager:
         return len(self._blocks[slot])
 
     def match(self, token_ids: np.ndarray, num_tokens: int) -> PrefixMatch:
-        """Longest published prefix within token_ids[: num_tokens - 1] (the anchor is always run)."""
+        """Returns the longest published prefix within token_ids[: num_tokens - 1]; the anchor is always run."""
         blocks: list[int] = []
         num_draft_blocks = 0
         digest = b""
@@ -82,12 +82,12 @@ class BlockManager:
         return PrefixMatch(blocks, len(blocks) * size, num_draft_blocks * size)
 
     def num_needed_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
-        """Blocks that admission with this match would take out of `num_free_blocks`."""
+        """Returns the blocks that an admission with this match takes out of `num_free_blocks`."""
         num_revived = sum(self._ref_counts[block] == 0 for block in match.blocks)
         return self.num_blocks_for(num_tokens) - len(match.blocks) + num_revived
 
     def admit(self, slot: int, match: PrefixMatch, token_ids: np.ndarray, num_tokens: int) -> None:
-        """Gives an empty slot the matched blocks and new ones up to num_tokens; they must be there."""
+        """Gives an empty slot the matched blocks and new ones up to num_tokens, which must be free."""
         assert not self._blocks[slot], f"slot {slot} still holds blocks"
         digest = b""
         for index, block in enumerate(match.blocks):
@@ -101,7 +101,7 @@ class BlockManager:
         assert was_enough, "admission must be checked against num_needed_blocks"
 
     def grow(self, slot: int, num_tokens: int) -> bool:
-        """Makes room for num_tokens tokens. Takes nothing and returns False if blocks are short."""
+        """Allocates blocks up to num_tokens tokens. Returns False, allocating nothing, if blocks are short."""
         blocks = self._blocks[slot]
         num_new = -(-num_tokens // self.block_size) - len(blocks)
         if num_new <= 0:
@@ -116,7 +116,7 @@ class BlockManager:
         return True
 
     def truncate(self, slot: int, num_tokens: int) -> None:
-        """Gives back the blocks past num_tokens. Committed tokens stay, so do published blocks."""
+        """Frees the blocks past num_tokens. Blocks of committed tokens and published blocks stay."""
         blocks = self._blocks[slot]
         keep = -(-num_tokens // self.block_size)
         while len(blocks) > keep:
@@ -124,7 +124,7 @@ class BlockManager:
             self.block_tables[slot, len(blocks)] = 0
 
     def free(self, slot: int) -> None:
-        """Gives back everything of a slot, the end of the prefix first, so that it is evicted first."""
+        """Frees all blocks of a slot, the end of the prefix first, so that it is evicted first."""
         self.truncate(slot, 0)
         self._digests[slot].clear()
 
@@ -154,7 +154,7 @@ class BlockManager:
         return hashlib.blake2b(parent + tokens.tobytes(), digest_size=16).digest()
 
     def _take(self, wanted: int) -> int:
-        """The wanted block if it is free. Attention reads neighbouring blocks twice as fast as scattered ones."""
+        """Allocates a block, the wanted one if free: attention reads neighbours twice as fast as scattered blocks."""
         if self._num_free == 0:
             block, _ = self._cached.popitem(last=False)
             del self._published[self._digest_of.pop(block)]
@@ -166,7 +166,7 @@ class BlockManager:
         return block
 
     def _roomiest_block(self) -> int:
-        """The middle of the longest run of free blocks: the holder of the blocks before it can grow, and so can we."""
+        """Returns the middle of the longest run of free blocks, so that both neighbours can grow."""
         edges = np.flatnonzero(np.diff(np.frombuffer(self._is_free, np.int8), prepend=0, append=0))
         starts, stops = edges[::2], edges[1::2]
         longest = int((stops - starts).argmax())

@@ -1,13 +1,12 @@
-"""How likely a draft token is accepted: a curve over its margin, calibrated by `faser profile` and by the traffic,
-shifted by what each request turned out to be.
+"""The chance that a draft token is accepted: a curve over its margin, shifted by an offset of each request.
 
-Margins fall into fixed bins; each bin counts tests and acceptances, starting from what `faser profile` counted (or
-from a guess) and following the traffic. A tested token is one that all tokens before it let through, so the counts
-estimate exactly the factor that a chain's survival is the product of.
+Margins fall into fixed bins. Each bin counts tests and acceptances, starts with the counts of `faser profile` (or a
+guess) and follows the traffic. A token is tested only if all tokens before it were accepted, so the counts estimate the
+factors of a chain's survival.
 
-The chance of a draft token of request i with margin m is sigmoid(logit c(m) + offset_i). The curve c is calibrated of
-greedy and of sampled requests apart, and of each source of chains. The offset has a normal prior and is updated with
-every test, as in online logistic regression: precision += sum p (1 - p), offset += sum (y - p) / precision.
+The chance of a draft token of request i with margin m is sigmoid(logit c(m) + offset_i). Each source of chains has its
+own curve c. The offset has a normal prior and is updated with every test, as in online logistic regression:
+precision += sum p (1 - p), offset += sum (y - p) / precision.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0
 _PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
 _MEMORY_TESTS = 2000.0  # older evidence fades beyond so many tests
 _REFRESH_TESTS = 64  # new tests that are worth fitting the curve again
-# Guess without a profile: the logistic curve of the demo pair, rounded.
-_MAX_LOGIT = 7.0  # calibrated chances of 0.1 % and 99.9 % say all that counts can tell
+_MAX_LOGIT = 7.0  # chances from 0.1 % to 99.9 %: counts resolve no more
+# Guess without a profile: the curve of the demo pair, rounded.
 _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
 OFFSET_STD = 0.6  # of the prior: requests' acceptance differs by 7 to 15 points
@@ -48,7 +47,7 @@ class MarginCounts:
 
     @classmethod
     def of(cls, margins: np.ndarray, is_accepted: np.ndarray) -> MarginCounts:
-        """margins [n] of tested draft tokens, is_accepted bool [n]."""
+        """Counts tested draft tokens: margins [n], is_accepted bool [n]."""
         bins = margin_bins(margins)
         size = MARGIN_KNOTS.size
         tested = np.bincount(bins, minlength=size).astype(np.float64)
@@ -56,14 +55,14 @@ class MarginCounts:
 
 
 def margin_bins(margins: np.ndarray) -> np.ndarray:
-    """The bin of each margin; negative margins (rejection sampling knows such) belong to the first."""
+    """Returns the bin of each margin. Negative margins, which rejection sampling produces, belong to the first."""
     return np.maximum(np.searchsorted(MARGIN_KNOTS, margins, side="right") - 1, 0)
 
 
 def rising_shares(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
-    """[M] accepted / tested, tested > 0, as far as it can be had from bins that never fall: isotonic regression.
+    """Returns accepted / tested [M], tested > 0, fitted so that it never falls: isotonic regression.
 
-    More margin never means less chance. Each bin weighs what it tested, so that a thin one does not lift those
+    A larger margin never means a smaller chance. A bin weighs its tests, so that a thin one does not lift those
     above it: the fit at k is the largest over i <= k of the smallest over j >= k of the mean of bins i..j.
     """
     total = np.concatenate([[0.0], np.cumsum(tested)])
@@ -77,7 +76,7 @@ def rising_shares(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MarginCurve:
-    """Draft tokens by margin: [M] how often such margins occur, summing to 1, and [M] the chance of acceptance."""
+    """Draft tokens by margin: the share [M] of each bin, summing to 1, and its chance of acceptance [M]."""
 
     # A bin's chance holds at its middle; held at its start, chances in between would come out too high.
     margin_knots: ClassVar[np.ndarray] = np.append(0.5 * (MARGIN_KNOTS[1:] + MARGIN_KNOTS[:-1]), MARGIN_KNOTS[-1] + 2.0)
@@ -119,7 +118,7 @@ class MatchCalibration:
 
     def _refresh(self) -> None:
         self.version += 1
-        # Half a test of the guess stays in every bin: one that is never seen must not divide by zero.
+        # Half a test of the guess stays in every bin, so that an empty bin does not divide by zero.
         tested = self._tested + 0.5
         self.curve = MarginCurve(tested / tested.sum(), rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested))
 
@@ -203,7 +202,7 @@ class AcceptanceModel:
         return np.array([known[each][0] if each in known else 0.0 for each in sequences])
 
     def observe(self, record: StepRecord) -> None:
-        """Learns from what the step's target accepted of the server's own drafts."""
+        """Learns from the tests of the server's own drafts in a step."""
         margins = record.frontier.margins
         if margins is None or margins.shape[1] == 0:
             return
@@ -223,7 +222,7 @@ class AcceptanceModel:
             self._observe(calibration, own, margins[of_source], num_accepted[of_source], num_tested[of_source])
 
     def _count_chains(self, sources: np.ndarray) -> None:
-        """sources [n] of a step's chains."""
+        """Updates the shares of sources. sources [n] of a step's chains."""
         self._num_chains *= _CHAINS_FADE**sources.size
         self._num_chains += np.bincount(sources, minlength=CLIENT)
 

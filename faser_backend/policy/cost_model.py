@@ -1,8 +1,13 @@
-"""How long a model call takes on a partition, predicted from its shape: microseconds, never measured here.
+"""Predicted times of model calls and steps, in microseconds, and their correction by measured steps.
 
-One formula for every device, with non-negative coefficients, so that more rows, sequences or context never
-look cheaper. Candidates are vectors: a policy asks for all of a step's alternatives in one call. Knows
-nothing of clocks, files or runtimes; `faser profile` fits it, and `default_cost_model` stands in.
+`CostModel` predicts a call from its shape with one formula for every device. Its coefficients are non-negative, so that
+more rows, sequences or context never appear cheaper. `faser profile` fits it; without a profile `default_cost_model`
+guesses. `BatchTimes` predicts the steps of a batch.
+
+`TimeErrors` splits the logarithm of measured over predicted time into two parts: how slow the machine is at present,
+which is common to all calls, and how wrong the model is about calls of so many rows, which hardly changes. Only the
+second part decides between plain and speculative decoding. A size that was not seen yet takes the error of its
+neighbours.
 """
 
 from __future__ import annotations
@@ -30,7 +35,7 @@ Numbers = np.ndarray | int | float
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Curve:
-    """A nondecreasing piecewise-linear function: values_us at knots, the last slope goes on."""
+    """A nondecreasing piecewise-linear function: values_us at knots; the last slope continues."""
 
     knots: np.ndarray  # [n] float64, ascending
     values_us: np.ndarray  # [n] float64, >= 0, nondecreasing
@@ -45,7 +50,7 @@ class Curve:
 
     @classmethod
     def from_slopes(cls, knots: np.ndarray, first_us: float, slopes: np.ndarray) -> Curve:
-        """knots [n] and the slope right of each, [n]; the last slope holds to FAR."""
+        """Makes a curve of knots [n] and the slope [n] right of each; the last slope holds to FAR."""
         ends = np.append(knots, FAR)
         rises = np.concatenate([[first_us], slopes * np.diff(ends)])
         return cls(ends.astype(np.float64), np.cumsum(rises))
@@ -64,7 +69,7 @@ class Curve:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Curve:
-        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
+        """Reads the fields of as_dict. Raises KeyError, TypeError or ValueError for others."""
         return cls(np.array(fields["knots"], np.float64), np.array(fields["values_us"], np.float64))
 
 
@@ -106,7 +111,7 @@ class CallCost:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> CallCost:
-        """Raises KeyError, TypeError or ValueError where the fields are not those of as_dict."""
+        """Reads the fields of as_dict. Raises KeyError, TypeError or ValueError for others."""
         rest = {name: float(value) for name, value in fields.items() if name not in ("rows", "keys")}
         return cls(Curve.from_dict(fields["rows"]), Curve.from_dict(fields["keys"]), **rest)
 
@@ -140,23 +145,23 @@ class OverheadCost:
             raise ValueError("overheads must be non-negative numbers")
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
-        """Overhead of one step, without its draft calls."""
+        """Returns the overhead of one step without its draft calls."""
         return self.step_us + num_sequences * self.step_sequence_us + num_rows * self.step_row_us
 
     def draft_call(self, num_sequences: Numbers) -> Numbers:
-        """Overhead of one draft call: packing its rows and sampling from its logits."""
+        """Returns the overhead of one draft call: packing its rows and sampling from its logits."""
         return self.draft_us + num_sequences * self.draft_sequence_us
 
     def draft_round(self, num_sequences: Numbers) -> Numbers:
-        """Overhead of drafting at all in a step, beside that of each draft call."""
+        """Returns the overhead of drafting in a step, beside that of each draft call."""
         return self.draft_round_us + num_sequences * self.draft_round_sequence_us
 
     def trim_call(self, num_sequences: Numbers) -> Numbers:
-        """Overhead that deciding by confidence whether chains go on adds to one draft call."""
+        """Returns the overhead of deciding by confidence which chains go on, per draft call."""
         return self.trim_us + num_sequences * self.trim_sequence_us
 
     def exit(self, num_rows: Numbers) -> Numbers:
-        """Overhead of one exit in a verification: scoring the candidates, reading the scores, taking rows out."""
+        """Returns the overhead of one exit: scoring the candidates, reading the scores, removing rows."""
         return self.exit_us + num_rows * self.exit_row_us
 
 
@@ -190,7 +195,7 @@ class CostModel:
 
     @property
     def partitions(self) -> tuple[str, ...]:
-        """Names of the partitions that both models can be asked about; "whole" is always one."""
+        """Names of the partitions with costs of both models; "whole" is always one."""
         drafting = {partition for model, partition in self.segments if model == DRAFT}
         return tuple(partition for model, partition in self.segments if model == TARGET and partition in drafting)
 
@@ -198,8 +203,8 @@ class CostModel:
         return len(self.segments[model, WHOLE])
 
     def batch_context(self, num_tokens: Sequence[float]) -> int:
-        """One context length for all sequences of a call: their mean, and some of the way to the longest where
-        attention pads to it."""
+        """Returns one context length for all sequences of a call: their mean, moved towards the longest if attention
+        pads to it."""
         mean = sum(num_tokens) / len(num_tokens)
         return round(mean + (max(num_tokens) - mean) * _PADDING_SHARE) if self.is_padded else round(mean)
 
@@ -216,10 +221,10 @@ class CostModel:
         first_segment: int = 0,
         last_segment: int | None = None,
     ) -> np.ndarray:
-        """Microseconds [N] of segments [first_segment, last_segment) for N candidate calls, numbers or [N].
+        """Returns the microseconds [N] of segments [first_segment, last_segment) for N candidate calls, numbers or [N].
 
         context_tokens: tokens in the KV pool before the call, see batch_context. max_rows: most rows of one
-        sequence, default all alike, of no matter unless padded. num_logit_rows: default every row (a
+        sequence, by default equal for all; used only if padded. num_logit_rows: default every row (a
         verification); 0 for a prefill, num_sequences for a draft call. Raises ValueError for an unknown model
         or partition.
         """
@@ -272,18 +277,18 @@ class ModelSize:
 
 
 def default_cost_model(target: ModelSize, draft: ModelSize | None = None, *, is_padded: bool = True) -> CostModel:
-    """For an engine that was never profiled: one modest core, and every row pays in full. draft: if a model drafts.
+    """Returns the costs of an engine without a profile: one modest core, on which every row costs full price.
 
-    Conservative: it knows the whole machine alone, so nothing is overlapped on its word, and rows are
-    never free, so speculation has to earn them. Rates are far below those of current cores.
+    Conservative: it has the whole machine as its only partition, so nothing is overlapped, and rows are never free.
+    Rates are far below those of current cores. draft: the draft model, if one drafts.
     """
     segments = {(name, WHOLE): _default_segments(size) for name, size in ((TARGET, target), (DRAFT, draft)) if size}
     overhead = OverheadCost(200.0, 20.0, 10.0, 60.0, 10.0)
     costs = CostModel(segments, overhead, np.zeros(1), is_measured=False, is_padded=is_padded)
     if draft is None:
         return costs
-    # The first call of a chain takes longer than a further one. Taken for no more, what short chains are
-    # measured to cost would be held against longer ones, and chains would get shorter still.
+    # The first call of a chain takes longer than further ones. Without this term the measured cost of short chains
+    # would count against longer ones, and chains would get ever shorter.
     call_us = float(costs.call_us(DRAFT, WHOLE, 1, 1, 0)) + overhead.draft_us
     return replace(costs, overhead=replace(overhead, draft_round_us=FIRST_CALL_EXTRA * call_us))
 
@@ -316,7 +321,7 @@ _LOOK_UP = CallCost(rows=Curve.from_slopes(np.zeros(1), CALL_US, np.array([TOKEN
 
 
 def with_ngrams(costs: CostModel) -> CostModel:
-    """The costs of an engine in which n-grams draft. Its partition is the whole device: there is nothing to overlap."""
+    """Returns the costs of an engine in which n-grams draft, with the whole device as its only partition."""
     segments = {(TARGET, WHOLE): costs.segments[TARGET, WHOLE], (DRAFT, WHOLE): (_LOOK_UP,)}
     drafting = ("draft_us", "draft_sequence_us", "draft_round_us", "draft_round_sequence_us")
     overhead = replace(costs.overhead, **dict.fromkeys((*drafting, "trim_us", "trim_sequence_us"), 0.0))
@@ -366,7 +371,7 @@ class BatchTimes:
         self._log2_active = np.log2(np.maximum(np.arange(size + 1), 1))
 
     def corrected(self, errors: TimeErrors) -> BatchTimes:
-        """Returns the same times as they turned out to be."""
+        """Returns the times corrected by what was measured."""
         times = copy(self)
         draft = errors.ratios(DRAFT, self.partition, self._log2_active)
         times.verify_us = self.verify_us * errors.ratios(TARGET, self.partition, self._log2_rows)
@@ -390,7 +395,7 @@ class BatchTimes:
 
 
 class BatchTimesCache:
-    """Predicted times of the batches that were asked about last."""
+    """Predicted times of the latest batches."""
 
     def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
         self.costs = costs
@@ -408,12 +413,11 @@ class BatchTimesCache:
 
 
 class TimeErrors:
-    """Measured over predicted time of target calls and draft calls: running estimates by model, partition and power of
-    two of rows."""
+    """Running estimates of measured over predicted time, by model, partition and power of two of rows."""
 
     def __init__(self, optimism: float = 0.0) -> None:
-        """optimism: what the log of the time of target calls is taken for less at sizes that were not seen: where costs
-        are guesses, what is never tried is never known."""
+        """optimism: subtracted from the log time of target calls at unseen sizes, so that they are tried if costs are
+        guesses."""
         self._optimism = optimism
         self.known: dict[Calls, np.ndarray] = {}  # [2, n] error of the log and its weight, of the calls that were seen
         self._log_machine = 0.0
@@ -421,7 +425,7 @@ class TimeErrors:
         self._logs: dict[Calls, np.ndarray] = {}  # [n] smoothed, for a few observations
 
     def ratios(self, model: str, partition: str, log2_rows: np.ndarray) -> np.ndarray:
-        """Returns measured over predicted time of calls with these log2 of rows, the machine's present speed aside."""
+        """Returns measured over predicted time of calls with these log2 of rows, less the machine's speed."""
         return np.exp(np.interp(log2_rows, _BUCKETS, self._smoothed_logs(model, partition)))
 
     def observe(self, model: str, partition: str, num_rows: float, predicted_us: float, measured_us: float) -> None:
@@ -446,8 +450,8 @@ class TimeErrors:
             self._logs.clear()
 
     def observe_step(self, record: StepRecord, known: BatchTimesCache, *, knows_who: bool) -> None:
-        """Learns how long a step's phases took beside what was predicted of them. knows_who: whether the draft made
-        the chains is known."""
+        """Compares the times of a step's phases with their predictions. knows_who: the draft is known to have made the
+        chains."""
         plan, size, costs = record.plan, record.num_tokens.size, known.costs
         partition = plan.decision.partition
         context = costs.batch_context(record.num_tokens.tolist())
@@ -468,14 +472,14 @@ class TimeErrors:
             self.observe(DRAFT, partition, int(np.count_nonzero(lengths)), draft_us, record.propose_us)
 
     def _smoothed_logs(self, model: str, partition: str) -> np.ndarray:
-        """[n] as `_smoothed`, of a few observations ago."""
+        """Returns `_smoothed` [n], at most a few observations old."""
         if (model, partition) not in self._logs:
             self._logs[model, partition] = self._smoothed(model, partition)
         return self._logs[model, partition]
 
     def _smoothed(self, model: str, partition: str) -> np.ndarray:
-        """[n] errors of the logs. Where nothing is known of a partition, calls on the whole device stand for them, and
-        where nothing is known of a model, all calls do: a slow machine is slow with everything."""
+        """Returns the errors [n] of the logs. An unseen partition takes those of the whole device, an unseen model
+        those of all calls: a slow machine slows every call."""
         prior: np.ndarray | float
         if partition != WHOLE:
             prior = self._smoothed(model, WHOLE)
@@ -495,8 +499,8 @@ class TimeErrors:
 
 
 def _target_reading_us(record: StepRecord, costs: CostModel) -> float:
-    """Time of the step in which the target read prompts. A device that computes while the host goes on shows the host
-    next to nothing of it: then the predicted time."""
+    """Returns the time in which the target read prompts: measured, or predicted if the device works asynchronously and
+    the host saw little of it."""
     chunks = record.plan.prefills
     if not chunks:
         return 0.0

@@ -1,4 +1,4 @@
-"""Which drafter proposes for a request where there are two: the one whose chain is worth more tokens.
+"""The choice between two drafters of a request: the one whose chain is worth more tokens.
 
 A look-up costs next to nothing, so it comes first, and its chain says how many of its tokens agree: its chances are
 known. What the draft model would make of the same step is not known before it is asked: it counts as its mean chance,
@@ -19,7 +19,7 @@ _TREES_FADE, _FIRST_KEPT = 0.98, 1.0  # by tree, and what a tree is taken to kee
 
 
 class DrafterChoice:
-    """Begins with the same guess of every source."""
+    """Chooses by calibrated chances, which start from the same guess for every source."""
 
     def __init__(self) -> None:
         self.calibrations = {
@@ -33,7 +33,7 @@ class DrafterChoice:
     def takes_look_up(
         self, found: Frontier, num_wanted: np.ndarray, is_sampled: np.ndarray, trim: TrimRule | None
     ) -> np.ndarray:
-        """[B] bool: for which sequences the chains of `found`, that look-ups made, stand in for the draft model's.
+        """Returns bool [B]: for which sequences the look-ups' chains `found` replace the draft model's.
 
         num_wanted [B] tokens asked for, is_sampled [B]: not greedy.
         """
@@ -54,7 +54,7 @@ class DrafterChoice:
         return (worth > 0.0) & (worth >= models)
 
     def takes_over_tree(self, found: Frontier, is_sampled: np.ndarray) -> np.ndarray:
-        """[B] bool: for which sequences the chains of `found` stand in for the draft model's trees. is_sampled [B]."""
+        """Returns bool [B]: for which sequences the chains of `found` replace the draft's trees. is_sampled [B]."""
         if not found.num_drafted.any():
             return np.zeros(found.num_drafted.shape, np.bool_)
         kinds = is_sampled.astype(np.int64)
@@ -63,7 +63,7 @@ class DrafterChoice:
         return (found.num_drafted > 0) & (worth >= np.array(self._kept_of_tree)[kinds])
 
     def _survival(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
-        """[B, K] chances that look-ups' tokens and all before them are accepted, of kinds [B] of requests."""
+        """Returns the chances [B, K] that look-ups' tokens 1..k are all accepted, for requests of kinds [B]."""
         assert found.margins is not None
         self._refresh()
         groups = len(KINDS) * found.sources + kinds
@@ -79,11 +79,11 @@ class DrafterChoice:
             self._means = np.array([self.calibrations[MAIN, kind].curve.mean_chance for kind in range(len(KINDS))])
 
     def observe(self, source: int, is_sampled: bool, margins: np.ndarray, num_accepted: int, num_tested: int) -> None:
-        """Learns what became of one chain with margins [K]."""
+        """Learns from one chain with margins [K]."""
         counts = np.array([num_accepted]), np.array([num_tested])
         self.calibrations[source, int(is_sampled)].observe(margins[None], *counts)
 
     def observe_tree(self, is_sampled: bool, num_kept: int) -> None:
-        """Learns what the draft model's tree kept."""
+        """Learns how many tokens of the draft model's tree were accepted."""
         kept = self._kept_of_tree
         kept[is_sampled] = _TREES_FADE * kept[is_sampled] + (1.0 - _TREES_FADE) * num_kept

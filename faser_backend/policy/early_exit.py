@@ -20,7 +20,7 @@ NUM_CANDIDATES = 8  # that the exit head scores per row: the draft's best tokens
 
 @dataclass(frozen=True, slots=True)
 class ExitCalibration:
-    """How to read one exit, fitted by `faser profile` (logistic regression) at a chosen retention.
+    """The fit of one exit by `faser profile` (logistic regression) at a chosen retention.
 
     P(accepted) = sigmoid(bias + chance_weight logit(c) + margin_weight m), with c the calibrated chance by draft
     margin and m the exit margin. A chain's rows are kept while the product of these is at least `threshold`.
@@ -39,7 +39,7 @@ class ExitCalibration:
     trimmed_pruned_share: float
 
     def __post_init__(self) -> None:
-        """Raises ValueError for what no fit can have found."""
+        """Raises ValueError for values that no fit can produce."""
         if not all(map(math.isfinite, (self.bias, self.chance_weight, self.margin_weight))):
             raise ValueError(f"exit at layer {self.layer}: weights must be finite numbers")
         shares = (self.threshold, self.retention, self.trimmed_retention, self.trimmed_pruned_share)
@@ -47,15 +47,15 @@ class ExitCalibration:
             raise ValueError(f"exit at layer {self.layer}: threshold and shares must lie in [0, 1]")
 
     def refined(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
-        """Chances of acceptance by draft margin [B, K], with what exit_margins [B, K] add to them."""
+        """Returns the chances [B, K], refined by exit_margins [B, K]."""
         return sigmoid(self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins)
 
     def survival(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
-        """[B, K]: entry j - 1 is the predicted chance that draft tokens 1..j of a chain are all accepted."""
+        """Returns [B, K]: entry j - 1 is the predicted chance that draft tokens 1..j of a chain are all accepted."""
         return np.cumprod(self.refined(chances, exit_margins), axis=1)
 
     def pruned_share(self, num_draft_rows: float) -> float:
-        """Share of rows pruned from untrimmed chains of this mean length; rows that were not measured as the last."""
+        """Returns the share of rows pruned from untrimmed chains of this mean length."""
         known = np.array(self.pruned_shares)
         longest = max(math.ceil(num_draft_rows), 1)
         shares = known[np.minimum(np.arange(longest), known.size - 1)]
@@ -78,8 +78,8 @@ class EarlyExit:
         return frozenset(calibration.segment for calibration in self.calibrations)
 
     def keep(self, view: ExitView) -> np.ndarray:
-        """See core.decision.Pruner. Survival falls along a chain, so what reaches the threshold is a prefix; an
-        entry that is no number ends the chain, and entries past it, whatever they are, judge nothing before it."""
+        """Implements core.decision.Pruner. Survival falls along a chain, so the kept rows are a prefix. NaN ends the
+        chain; entries past a row never affect it."""
         margins = view.frontier.margins
         assert margins is not None, "an exit needs the draft's margins: the frontier has none"
         scores = self.curve.logits(margins)

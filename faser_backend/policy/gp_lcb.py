@@ -28,12 +28,12 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
 
 def smooth(points: np.ndarray, length_scale: float) -> np.ndarray:
-    """[n, n] squared-exponential correlation of points [n]."""
+    """Returns the squared-exponential correlation [n, n] of points [n]."""
     return np.exp(-0.5 * ((points[:, None] - points) / length_scale) ** 2)
 
 
 def hats(knots: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """[n, k] weights of linear interpolation between ascending knots [k] at x [n]; constant beyond the ends."""
+    """Returns the weights [n, k] of linear interpolation between ascending knots [k] at x [n], constant outside."""
     return np.stack([np.interp(x, knots, unit) for unit in np.eye(knots.size)], axis=1)
 
 
@@ -78,7 +78,7 @@ class GridProcess:
         self._renewed = drift * prior
 
     def observe(self, weights: np.ndarray, value: float) -> None:
-        """The function drifts, then weights [G] @ its values were measured as `value`."""
+        """Lets the function drift, then learns that weights [G] @ its values were measured as `value`."""
         self.mean *= (1.0 - self._drift) ** 0.5
         self.covariance *= 1.0 - self._drift
         self.covariance += self._renewed
@@ -92,7 +92,7 @@ class GridProcess:
 
 
 class GpLcb:
-    """Learns from every step: its time, and which tests its requests passed."""
+    """Learns from every step: its time, and the tests that its requests passed."""
 
     is_drafting = True
     partitions = (WHOLE,)
@@ -153,8 +153,8 @@ class GpLcb:
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
 
     def _choose(self, size: int, log_cost: np.ndarray, weights: np.ndarray) -> int:
-        """Index of the candidate with the least bound, of log_cost [N] and weights [N, 25] of the grid's lengths;
-        the last choice where it is as good."""
+        """Returns the index of the candidate with the least bound, from log_cost [N] and weights [N, 25] of the grid's
+        lengths; the last choice if it is as good."""
         batch, num_places = _batch_hats(size), weights.shape[1]
         mean = batch @ self._process.mean.reshape(batch.size, -1)  # [25] at this batch size, as all that follows
         covariance = (batch @ self._process.covariance.reshape(batch.size, -1)).reshape(num_places, batch.size, -1)
@@ -172,7 +172,7 @@ class GpLcb:
 
 
 def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
-    """[B] draft tokens that each request can use: the rest of its output, and its own limit."""
+    """Returns the draft tokens [B] that each request can use, within the rest of its output and its own limit."""
     usable = [
         sequence.num_remaining_tokens - 1
         if (cap := sequence.request.max_draft_tokens) is None
@@ -193,10 +193,10 @@ def _prior(local_error: float) -> np.ndarray:
 
 
 def _batch_hats(size: int) -> np.ndarray:
-    """[5] weights of the batch sizes that are knots."""
+    """Returns the weights [5] of the batch sizes that are knots."""
     return _BATCH_HATS[min(size, len(_BATCH_HATS) - 1)]
 
 
 def _length_weights(mean_length: np.ndarray, longest: np.ndarray) -> np.ndarray:
-    """[N, 25] weights of the grid's lengths for mean and longest lengths [N]."""
+    """Returns the weights [N, 25] of the grid's lengths for mean and longest lengths [N]."""
     return _LENGTH_WEIGHTS[(mean_length * _PARTS + 0.5).astype(np.int64), longest]

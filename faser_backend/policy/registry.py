@@ -32,8 +32,7 @@ FILE = "file"  # file:PATH is a policy of the user's own
 
 
 class NamedPolicy(NamedTuple):
-    """How a policy is asked for, and made: of its argument where it has one, else of the function that loads what
-    `faser profile` learned."""
+    """How a policy is named and made: from its argument, or from the function that loads the profile."""
 
     usage: str
     make: Callable[[Any], SpeculationPolicy]
@@ -52,7 +51,7 @@ POLICIES = {
 
 
 def policy_usages() -> dict[str, str]:
-    """How each policy is asked for, by its name; "name:..." where it takes an argument."""
+    """Returns the usage of each policy, by name."""
     return {name: policy.usage for name, policy in POLICIES.items()}
 
 
@@ -81,7 +80,7 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
 
 
 def _load_file(spec: str, path: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
-    """A policy of the user's own: a Python file that defines make_policy(load_knowledge)."""
+    """Loads a user's policy: a Python file that defines make_policy(load_knowledge)."""
     module_spec = spec_from_file_location("faser_user_policy", path) if path.endswith(".py") else None
     if module_spec is None or module_spec.loader is None:
         raise ConfigError(f"policy = {spec!r}: file:PATH needs the path of a Python file")
@@ -96,9 +95,9 @@ def _load_file(spec: str, path: str, load_knowledge: LoadKnowledge) -> Speculati
 
 
 def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str | None) -> SpeculationPolicy:
-    """The policy that a configuration asks for, with its ablations. Raises ConfigError.
+    """Returns the policy of a configuration, with its ablations. Raises ConfigError.
 
-    split: a partition whose lanes can overlap draft and target; None where the device offers none.
+    split: a partition whose lanes can overlap draft and target; None if the device offers none.
     """
     knowledge = cache(load_knowledge)
     policy = parse_policy(config.policy, knowledge)
@@ -125,7 +124,7 @@ def _is_measured(knowledge: Knowledge, split: str) -> bool:
 
 
 def _checked_trees(policy: SpeculationPolicy, config: EngineConfig) -> SpeculationPolicy:
-    """The policy, or ConfigError for what trees do not go together with."""
+    """Returns the policy. Raises ConfigError for options that trees do not support."""
     for field, value, is_off, reason in (
         ("acceptance", config.acceptance, "match", "rejection sampling tests chains of draft tokens"),
         ("early_exit", config.early_exit, "auto off", "exits are calibrated for chains of draft tokens"),
