@@ -1,7 +1,6 @@
-"""The tensors of calls on a GPU by their names in the manifest: inputs in one block, pools, hidden states, results.
+"""The tensors of GPU calls, by their names in the manifest: inputs in one block, pools, hidden states, results.
 
-A call's integers are written by numpy into pinned host memory and reach the device in one asynchronous copy.
-Knows names and shapes; nothing of what programs do with them.
+Numpy writes a call's integers into pinned host memory; one asynchronous copy takes them to the device.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
 
-ALIGNMENT = 256  # bytes: what compiled engines ask of an address
+ALIGNMENT = 256  # bytes; compiled engines require it of addresses
 TABLE, WIDTH = "block_table", "table_width"
-NO_SLOT = -1  # of a row that writes no key and value
+NO_SLOT = -1  # in slot_mapping: the row writes no key and value
 SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
 TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
-FEATURES = "features"  # what a draft head reads, in the target's pool
-FEATURE_ROWS = "aux_hidden"  # of one layer of these: what enters or leaves a compiled engine
+FEATURES = "features"  # the target's hidden states that a draft head reads, in the target's pool
+FEATURE_ROWS = "aux_hidden"  # one layer's rows of them, an input or output of a compiled engine
 COLUMNS = "columns"  # an integer input that is the same in every call
 TENSOR_DTYPES = {
     "float32": torch.float32,
@@ -36,7 +35,7 @@ TENSOR_DTYPES = {
 
 
 def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
-    """The shape of an integer input that changes from call to call. Raises ConfigError for an unknown one."""
+    """Returns the shape of an integer input that changes per call. Raises ConfigError for an unknown name."""
     shapes = {
         "token_ids": (bounds.num_rows,),
         "positions": (bounds.num_rows,),
@@ -56,44 +55,44 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
 
 
 class InputBlock:
-    """Integer inputs of one call shape: `tensors` by name, all of them views of `block` on the device.
+    """Integer inputs of one call shape: `tensors` by name, all views of `block` on the device.
 
-    The block table comes last. Where table_width is among the inputs its rows lie without gaps, and a call uploads as
-    much of it as its sequences need.
+    The block table comes last. If table_width is an input, the table's rows are packed, and a call uploads only as much
+    of it as its sequences need.
     """
 
     def __init__(self, inputs: Iterable[TensorSpec], bounds: CallBounds, device: torch.device) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
-        self._places: list[tuple[str, slice, np.dtype, tuple[int, ...]]] = []  # name, bytes, dtype, shape
+        self._spans: list[tuple[str, slice, np.dtype, tuple[int, ...]]] = []  # name, bytes, dtype, shape
         num_bytes = 0
         for tensor in sorted(inputs, key=lambda tensor: tensor.name == TABLE):
             dtype, shape = np.dtype(tensor.dtype), input_shape(tensor.name, bounds)
             end = num_bytes + math.prod(shape) * dtype.itemsize
-            self._places.append((tensor.name, slice(num_bytes, end), dtype, shape))
+            self._spans.append((tensor.name, slice(num_bytes, end), dtype, shape))
             num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
         self.block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        for name, place, dtype, shape in self._places:
-            self.tensors[name] = self.block[place].view(TENSOR_DTYPES[dtype.name]).view(shape)
+        for name, span, dtype, shape in self._spans:
+            self.tensors[name] = self.block[span].view(TENSOR_DTYPES[dtype.name]).view(shape)
 
     def fill_idle(self) -> None:
-        """Rows of nobody, on the device itself: no sequence has any, and none is written."""
+        """Fills the inputs on the device with padding rows, which belong to no sequence and write nothing."""
         self.block.zero_()
         self.tensors["slot_mapping"].fill_(NO_SLOT)
 
     def num_bytes(self, num_sequences: int, num_columns: int) -> int:
-        """Bytes of `block` that a call with block tables [num_sequences, num_columns] fills."""
+        """Returns the bytes of `block` that a call with block tables [num_sequences, num_columns] fills."""
         if WIDTH not in self.tensors:
             return self.block.numel()
-        _, place, dtype, shape = self._places[-1]
+        _, span, dtype, shape = self._spans[-1]
         assert num_sequences * num_columns <= math.prod(shape), f"tables {num_sequences} x {num_columns} in {shape}"
-        return place.start + num_sequences * num_columns * dtype.itemsize
+        return span.start + num_sequences * num_columns * dtype.itemsize
 
     def views(self, area: np.ndarray) -> dict[str, np.ndarray]:
-        """The inputs by name as views of host memory area [num_bytes(...)] uint8; a table without gaps is flat."""
+        """Returns the inputs by name, as views of host memory area [num_bytes(...)] uint8; a packed table is flat."""
         found = {}
-        for name, place, dtype, shape in self._places:
+        for name, span, dtype, shape in self._spans:
             is_flat = name == TABLE and WIDTH in self.tensors
-            found[name] = area[place].view(dtype) if is_flat else area[place].view(dtype).reshape(shape)
+            found[name] = area[span].view(dtype) if is_flat else area[span].view(dtype).reshape(shape)
         return found
 
 
@@ -104,20 +103,20 @@ def fill_inputs(
     kv_block_size: int,
     candidates: np.ndarray | None = None,
 ) -> None:
-    """Writes a batch into arrays of the shapes that `bounds` say; names that are not in `inputs` are left out.
+    """Writes a batch into arrays with the shapes of `bounds`; names that are not in `inputs` are skipped.
 
-    What pads a call: rows of token 0 at position 0 without a slot, sequences without rows or context, logit
-    rows that repeat row 0. Entries of pad_idx past a sequence's rows repeat its last row.
+    Padding: rows of token 0 at position 0 with NO_SLOT, sequences without rows or context, logit rows that repeat row
+    0. Entries of pad_idx past a sequence's rows repeat its last row.
     """
     assert rows.tree is None, "refused where policies are made"
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     sequence = np.repeat(np.arange(num_sequences), rows.cu_rows[1:] - rows.cu_rows[:-1])  # [T]
     offset = np.arange(num_rows) - rows.cu_rows[sequence]
-    cells = rows.context_lens[sequence] + offset
-    block, cell = np.divmod(cells, kv_block_size)
+    kv_positions = rows.context_lens[sequence] + offset
+    block, in_block = np.divmod(kv_positions, kv_block_size)
     _put(inputs, "token_ids", rows.token_ids, 0)
-    _put(inputs, "positions", cells, 0)
-    _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + cell, NO_SLOT)
+    _put(inputs, "positions", kv_positions, 0)
+    _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + in_block, NO_SLOT)
     _put(inputs, "cu_rows", rows.cu_rows, num_rows)
     _put(inputs, "context_lens", rows.context_lens, 0)
     put_tables(inputs, rows.block_tables[:, : bounds.num_blocks])
@@ -132,12 +131,12 @@ def fill_inputs(
 
 
 def num_columns(rows: RowBatch, kv_block_size: int) -> int:
-    """Columns of the block tables that a batch reads or writes through."""
+    """Returns the number of block table columns that a batch uses."""
     return -(-int((rows.context_lens + rows.rows_per_sequence).max(initial=1)) // kv_block_size)
 
 
 def put_tables(inputs: Mapping[str, np.ndarray], tables: np.ndarray) -> None:
-    """tables [B, any]: with zeros around them, or without gaps in a flat array that holds B rows of them."""
+    """Writes tables [B, any], padded with zeros, or packed into a flat array of B rows."""
     if WIDTH not in inputs:
         _put(inputs, TABLE, tables, 0)
         return
@@ -148,7 +147,7 @@ def put_tables(inputs: Mapping[str, np.ndarray], tables: np.ndarray) -> None:
 
 
 def _put(inputs: Mapping[str, np.ndarray], name: str, values: np.ndarray, filler: int) -> None:
-    """values in the corner of an input, `filler` in the rest of it."""
+    """Writes values into the leading corner of an input and `filler` into the rest."""
     target = inputs.get(name)
     if target is None:
         return
@@ -162,21 +161,21 @@ def _put(inputs: Mapping[str, np.ndarray], name: str, values: np.ndarray, filler
 
 
 class TensorStore:
-    """Tensors that calls share, each by name and shape; made when they are first asked for."""
+    """Tensors that calls share, by name and shape; created on first use."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
 
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed when new: rows that pad a call are computed from the first on, and hold numbers."""
+        """Returns the tensor; a new one is zeroed, because padding rows are computed too and must be finite."""
         key = (name, shape)
         if key not in self._tensors:
             self._tensors[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._tensors[key]
 
     def arange(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """0, 1, ..., count - 1; nobody writes to it."""
+        """Returns 0, 1, ..., count - 1; read-only."""
         key = ("arange", (count,))
         if key not in self._tensors:
             self._tensors[key] = torch.arange(count, dtype=dtype, device=self._device)
@@ -184,8 +183,10 @@ class TensorStore:
 
 
 def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
-    """The integer inputs that a batch is written into; slot_mapping is among them in any case. packs_tables: of the
-    segment's program."""
+    """Returns the integer inputs that a batch is written into, always with slot_mapping.
+
+    packs_tables: see SegmentProgram.
+    """
     filled = [tensor for tensor in segment.inputs if tensor.dtype.startswith("int") and tensor.name != COLUMNS]
     if SLOT_MAPPING.name not in {tensor.name for tensor in filled}:
         filled.append(SLOT_MAPPING)
@@ -201,10 +202,9 @@ def call_tensors(
     store: TensorStore,
     pool: CudaKvPool,
 ) -> dict[str, torch.Tensor]:
-    """The tensors that a program of the segment is prepared with. Those in `store` are shared by calls of a shape.
+    """Returns the tensors that a program of the segment is prepared with. Calls of one shape share those in `store`.
 
-    A pool that is an output too is the input's own memory, and what a segment passes on the next one finds where
-    it is.
+    A pool that is also an output is the input's memory. hidden_out of a segment is hidden of the next one.
     """
     tensors = dict(inputs.tensors)
     for tensor in (*segment.inputs, *segment.outputs):
@@ -230,7 +230,7 @@ def call_tensors(
 
 
 def _shared_name(name: str, segment: SegmentSpec) -> str:
-    """hidden_out of a segment and hidden of the next one are the same, named for the layer between them."""
+    """Names hidden_out of a segment and hidden of the next one alike, by the layer between them."""
     if name == "hidden":
         return f"hidden {segment.first_layer}"
     return f"hidden {segment.last_layer}" if name == "hidden_out" else name
@@ -238,7 +238,7 @@ def _shared_name(name: str, segment: SegmentSpec) -> str:
 
 def _result_shape(tensor: TensorSpec, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:
     kind = tensor.name.partition(".")[0]
-    num_made = bounds.num_logit_rows if tensor.shape[0] == "R" else bounds.num_rows  # a draft head goes on from few
+    num_made = bounds.num_logit_rows if tensor.shape[0] == "R" else bounds.num_rows  # "R" in draft heads
     shapes = {
         "hidden": (bounds.num_rows, spec.hidden_size),
         "hidden_out": (num_made, spec.hidden_size),

@@ -1,8 +1,7 @@
-"""Which shapes of call a runner captures: a menu of row counts, or buckets of every dimension.
+"""Shapes of the calls that a runner captures: a menu of row counts, or buckets of every dimension.
 
-Kernels of ours read on the device how long sequences are, which rows are whose and how wide a block table is, so
-their calls differ in the number of rows alone. Compiled engines are told every dimension by the host. Knows nothing
-of programs, tensors or torch.
+The project's kernels read sequence lengths, rows per sequence and table widths on the device, so their calls differ
+only in the number of rows. For compiled engines the host sets every dimension.
 """
 
 from __future__ import annotations
@@ -12,20 +11,20 @@ from typing import NamedTuple
 
 from faser_backend.core.batch import RowBatch
 
-# Larger calls are computed for longer than they take to be queued, and their lengths hardly repeat: their rows
-# are rounded up to a multiple of 8 alone, and no graph is captured.
+# Larger calls take longer to compute than to queue, and their lengths hardly repeat. Their rows are rounded up to a
+# multiple of 8, and no graph is captured.
 MAX_GRAPH_ROWS = 512
-# Powers of two and one or two steps between them: up to some hundred rows a GPU reads weights for as long as it
-# computes, so that padding costs little.
+# Powers of two and one or two steps between them. Up to some hundred rows a GPU is bound by reading weights, so padding
+# costs little.
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MAX_GRAPH_ROWS)
-PROMPT_ROWS = 128  # from here on a call that wants no logits, as a prompt's chunk, has a shape of its own
-FILTER_ROWS = 64  # that are sorted at once for top-k and top-p
+PROMPT_ROWS = 128  # from here on a call without logits, such as a prompt's chunk, has a separate shape
+FILTER_ROWS = 64  # rows sorted at once for top-k and top-p
 ROW_STEP = 8
 MIN_BLOCKS = 8
 
 
 class CallBounds(NamedTuple):
-    """Sizes of a call that the host knows; fixed under a captured graph. Counts that are rounded up are bounds."""
+    """Sizes of a call that the host sets, rounded up; a captured graph fixes them."""
 
     num_rows: int  # T, rounded up to a bucket
     num_sequences: int  # B, rounded up
@@ -40,12 +39,12 @@ UNLIMITED = CallBounds(*[1 << 30] * 6)
 
 @dataclass(frozen=True)
 class RowMenu:
-    """Shapes by rows alone. num_blocks: columns of a table that holds any context."""
+    """Shapes that differ in the number of rows only. num_blocks: columns of a table that holds any context."""
 
     num_blocks: int
 
     def of(self, rows: RowBatch, num_candidates: int) -> CallBounds:
-        """The shape that a call gets."""
+        """Returns the shape of a batch's call."""
         num_rows, num_logit_rows = rows.num_rows, rows.logit_rows.shape[0]
         if num_rows <= MAX_GRAPH_ROWS:
             return self._shape(num_rows, num_candidates, has_logits=num_logit_rows > 0)
@@ -55,11 +54,11 @@ class RowMenu:
         )
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
-        """The shape of a call of one row and one logit row per sequence, of up to num_tokens tokens."""
+        """Returns the shape of a call with one row and one logit row per sequence, of up to num_tokens tokens."""
         return self._shape(num_sequences, 0, has_logits=True)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:
-        """Every shape that may be captured."""
+        """Returns every shape that may be captured."""
         kinds = [(count, True) for count in ROW_COUNTS]
         if not num_candidates:
             kinds += [(count, False) for count in ROW_COUNTS if count >= PROMPT_ROWS]
@@ -73,8 +72,10 @@ class RowMenu:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Shapes whose every dimension is rounded up, as far as `limits`, the largest that programs take, allow. A call
-    that needs more than those keeps what it needs: its program refuses it."""
+    """Shapes whose every dimension is rounded up, within `limits`, the largest that programs take.
+
+    A call that exceeds the limits keeps its size, and its program refuses it.
+    """
 
     kv_block_size: int
     limits: CallBounds
@@ -96,7 +97,7 @@ class Buckets:
         return CallBounds(size, size, 1, rounded.num_blocks, size, 0)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:
-        """[]: which shapes come depends on the traffic."""
+        """Returns []: the shapes depend on the traffic."""
         return []
 
     def _rounded(self, needed: CallBounds, num_sequences: int) -> CallBounds:
@@ -116,20 +117,17 @@ CallShapes = RowMenu | Buckets
 
 
 def bucketed_rows(num_rows: int) -> int:
-    """The rows of a call: powers of two up to 8, multiples of 8 up to 64, of 32 up to MAX_GRAPH_ROWS.
-
-    Up to some dozens of rows a GPU reads weights for as long as it computes, so that padding costs nothing.
-    """
+    """Rounds up the rows of a call: powers of two up to 8, multiples of 8 up to 64, of 32 up to MAX_GRAPH_ROWS."""
     if num_rows <= ROW_STEP:
         return power_of_two(num_rows)
     return ceil_to(num_rows, ROW_STEP if num_rows <= 64 or num_rows > MAX_GRAPH_ROWS else 32)
 
 
 def power_of_two(count: int) -> int:
-    """The least power of two that is not below count; 0 for 0."""
+    """Returns the least power of two >= count, or 0 for 0."""
     return 1 << (count - 1).bit_length() if count > 0 else 0
 
 
 def ceil_to(count: int, step: int) -> int:
-    """The least multiple of step that is not below count."""
+    """Returns the least multiple of step >= count."""
     return -(-count // step) * step

@@ -1,9 +1,9 @@
-"""From logits to tokens on a device: temperature, filters, noise, argmax and runners-up, row by row.
+"""Draws tokens from logits on a device: temperature, filters, noise, argmax and runners-up.
 
-The rules of cpu/sampler.py and cpu/logits.py in torch; ties go to the lowest id, and a filter keeps what ties
-with the last token that it keeps. Values differ from the host's in the last bits of a logarithm or an exponential
-alone. Every row is processed independently of its batch. Nothing here reads the device on the host or depends on
-values, so all of it may be captured in a graph. Knows nothing of requests; parameters come by the row.
+It follows cpu/sampler.py and cpu/logits.py: ties go to the lowest id, and a filter keeps ties with the last token that
+it keeps. Values differ from the host's only in the last bits of a logarithm or exponential. Every row is processed
+independently of its batch. Nothing reads the device on the host or depends on values, so all of it may be captured in a
+graph.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LOWEST = torch.finfo(torch.float32).min
 class RowParameters(NamedTuple):
     """Sampling parameters of R rows, on the device."""
 
-    keys: torch.Tensor  # [R] int64, the bits of device.noise.seed_keys
+    keys: torch.Tensor  # [R] int64, the bits of cpu.noise.seed_keys
     positions: torch.Tensor  # [R] int64
     inverse_temperature: torch.Tensor  # [R] float32, 1 where greedy
     noise_weight: torch.Tensor  # [R] float32, 1 or, where greedy, 0
@@ -33,20 +33,20 @@ class RowParameters(NamedTuple):
     min_p_margin: torch.Tensor  # [R] float32, log of min-p; -inf = off
 
     def take(self, index: torch.Tensor) -> RowParameters:
-        """Rows index [n] int64."""
+        """Returns the parameters of rows index [n] int64."""
         return RowParameters(*(column.index_select(0, index) for column in self))
 
 
 class HostDraws(NamedTuple):
     """Draws of R rows on the host."""
 
-    best: np.ndarray  # [R] float32, the score of the token: no number where the row's logits are unusable
-    margins: np.ndarray  # [R] float32; 0 where no runner-up was asked for
+    best: np.ndarray  # [R] float32, the token's score; not finite if the row's logits are unusable
+    margins: np.ndarray  # [R] float32; 0 if no runner-up was requested
     ids: np.ndarray  # [R, C] int64, the token first
 
 
 def packed_parameters(known: SlotParameters, slots: np.ndarray, positions: np.ndarray, num_rows: int) -> np.ndarray:
-    """[NUM_WORDS, num_rows] int64, in bits what `unpacked` reads; rows past slots [R] are greedy ones."""
+    """Packs rows' parameters for `unpacked`, [NUM_WORDS, num_rows] int64; rows past slots [R] are greedy."""
     words = np.zeros((NUM_WORDS, num_rows), np.int64)
     count = slots.shape[0]
     words[0, :count] = known.keys[slots].view(np.int64)
@@ -68,16 +68,16 @@ def packed_parameters(known: SlotParameters, slots: np.ndarray, positions: np.nd
 
 
 def unpacked(words: torch.Tensor) -> RowParameters:
-    """Views of words [NUM_WORDS, R] int64."""
+    """Returns the parameters as views of words [NUM_WORDS, R] int64."""
     inverse_temperature, noise_weight = words[2].view(torch.float32).view(2, -1)
     top_p, min_p_margin = words[4].view(torch.float64), words[5].view(torch.float32)[: words.shape[1]]
     return RowParameters(words[0], words[1], inverse_temperature, noise_weight, words[3], top_p, min_p_margin)
 
 
 def keep_top(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Top-k, then top-p: scores [n, V] with -inf below each row's threshold. See device.logits.keep_top.
+    """Applies top-k, then top-p: returns scores [n, V] with -inf below each row's threshold. See cpu.logits.keep_top.
 
-    Sums are in float64, where those of float32 weights down to 2^-29 of the largest are exact in any order.
+    Sums are in float64, which is exact in any order for float32 weights down to 2^-29 of the largest.
     """
     descending = scores.sort(dim=1, descending=True).values
     limits = descending.gather(1, top_k[:, None] - 1)
@@ -91,18 +91,18 @@ def keep_top(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> 
 
 
 def keep_min_p(scores: torch.Tensor, margins: torch.Tensor) -> torch.Tensor:
-    """scores [n, V] with -inf where they are below the row's largest plus margins [n], the log of min-p."""
+    """Returns scores [n, V] with -inf below the row's largest plus margins [n], the log of min-p."""
     return scores.masked_fill(scores < scores.amax(dim=1, keepdim=True) + margins[:, None], -torch.inf)
 
 
 def perturbed(
     logits: torch.Tensor, rows: RowParameters, noise: TorchNoise, filtered: torch.Tensor | None
 ) -> torch.Tensor:
-    """Scores [R, V] of which each row's argmax is its token. filtered: [n] int64, the rows with filters, or None."""
+    """Returns scores [R, V] whose argmax is each row's token. filtered: [n] int64, the rows with filters, or None."""
     scale = rows.inverse_temperature
     if filtered is not None:
         logits = logits * scale[:, None]
-        for some in filtered.split(FILTER_ROWS):  # what sorting takes is many times the rows themselves
+        for some in filtered.split(FILTER_ROWS):  # sorting needs many times the rows' own memory
             chosen = rows.take(some)
             kept = keep_top(logits.index_select(0, some), chosen.top_k, chosen.top_p)
             logits.index_copy_(0, some, keep_min_p(kept, chosen.min_p_margin))
@@ -111,16 +111,15 @@ def perturbed(
 
 
 def draw(scores: torch.Tensor) -> torch.Tensor:
-    """The token of each row of scores [R, V], packed [R, 2] int64 for `unpacked_draws`."""
+    """Returns each row's token of scores [R, V], packed [R, 2] int64 for `unpacked_draws`."""
     best, token = scores.max(dim=1, keepdim=True)
     return _packed(best, torch.zeros_like(best), [token])
 
 
 def draw_draft(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, num_candidates: int) -> torch.Tensor:
-    """As `draw`, with margins and the ids of the num_candidates largest: packed [R, 1 + max(C, 1)] int64.
+    """Returns tokens, margins and the ids of the num_candidates largest scores, packed [R, 1 + max(C, 1)] int64.
 
-    inverse_temperature: [R], None where all rows are greedy. -inf counts as the lowest number, so that ids are
-    distinct.
+    inverse_temperature: [R], None if all rows are greedy. -inf counts as the lowest number, so ids are distinct.
     """
     values, ids = _largest(scores, max(num_candidates, 2))
     best, second = values[0], values[1]
@@ -129,14 +128,16 @@ def draw_draft(scores: torch.Tensor, inverse_temperature: torch.Tensor | None, n
 
 
 def unpacked_draws(packed: np.ndarray) -> HostDraws:
-    """packed: [R, 1 + C] int64."""
+    """Unpacks packed [R, 1 + C] int64 on the host."""
     numbers = packed[:, 0].copy().view(np.float32).reshape(-1, 2)
     return HostDraws(numbers[:, 0], numbers[:, 1], packed[:, 1:])
 
 
 def _largest(scores: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The largest of each row of scores [R, V], falling: values and ids, count of [R, 1] each; past the first value
-    -inf counts as the lowest number. Rounds of argmax, because they alone say where ties go."""
+    """Returns the `count` largest scores of each row of [R, V], descending: lists of values and ids, [R, 1] each.
+
+    After the first value, -inf counts as the lowest number. Repeated argmax defines where ties go; a sort does not.
+    """
     value, token = scores.max(dim=1, keepdim=True)
     values, ids, rest = [value], [token], scores.clamp(min=_LOWEST) if count > 1 else scores
     while len(ids) < count:
@@ -148,6 +149,6 @@ def _largest(scores: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list
 
 
 def _packed(best: torch.Tensor, margins: torch.Tensor, words: list[torch.Tensor]) -> torch.Tensor:
-    """Both numbers of a row in one word, words [R, any] behind it: a single tensor is a single copy to the host."""
+    """Packs both numbers of a row into one word, before words [R, any]: one tensor is one copy to the host."""
     numbers = torch.cat([best, margins], dim=1).view(torch.int64)
     return torch.cat([numbers, *words], dim=1)

@@ -1,10 +1,9 @@
-"""`TorchDraftLoop`: chains of draft tokens without asking the host between them; implements core.ports.DraftLoop.
+"""`TorchDraftLoop`: drafts chains of tokens without the host between them; implements core.ports.DraftLoop.
 
-What the host knows before a chain begins (positions, slots, lengths, sampling parameters) it uploads as one plan for
-all steps; what it does not know, the tokens, each step takes from the one before on the device. A step is one CUDA
-graph, which counts on the device which one it is: so graphs differ in their number of sequences, not in the length of
-chains. What was drawn comes back in one copy. On a torch CPU device the same steps run eagerly. Tokens, noise and
-margins are those of the runner and TorchSampler.sample_draft in turn.
+The host uploads one plan for all steps (positions, slot mapping, lengths, sampling parameters); each step reads its
+tokens from the step before on the device. A step is one CUDA graph that counts steps on the device, so graphs differ in
+their number of sequences but not in the length of chains. The drawn tokens return in one copy. On a torch CPU device
+the same steps run eagerly. Tokens, noise and margins equal those of TorchSampler.sample_draft, step by step.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from faser_backend.cuda.streams import on_share
 from faser_backend.cuda.transfer import copy_to_device, to_host
 
 MAX_STEPS = 64  # draft tokens of a chain
-_STEPS = NUM_WORDS  # where a plan's positions and slots begin
-PLAN_HEIGHT = NUM_WORDS + 2 * MAX_STEPS + 1  # the last row is the number of the step
+_STEPS = NUM_WORDS  # the first row of a plan's positions and slot mapping
+PLAN_HEIGHT = NUM_WORDS + 2 * MAX_STEPS + 1  # the last row is the index of the step
 
 
 class ChainShape(NamedTuple):
-    """The sizes that are fixed under the graphs of a chain."""
+    """The sizes that the graphs of a chain fix."""
 
     bounds: CallBounds  # of a step
     num_candidates: int  # C; 0 = none wanted
@@ -48,7 +47,7 @@ class ChainShape(NamedTuple):
 
 
 class TorchDraftLoop:
-    """Drafts with one runner, on the stream of its share, on any thread. Its graphs go when the runner is closed."""
+    """Drafts with one runner, on the stream of its share, on any thread. Closing the runner frees its graphs."""
 
     def __init__(self, runner: CudaRunner, sampler: TorchSampler) -> None:
         self._runner = runner
@@ -62,8 +61,10 @@ class TorchDraftLoop:
 
     @on_share
     def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
-        """Captures the steps of every chain that is known beforehand, of up to max_num_seqs sequences, with filters and
-        without. num_candidates: of which a policy may ask, or 0. Of nobody."""
+        """Captures the steps of all chains of up to max_num_seqs sequences, with filters and without.
+
+        num_candidates: the number that a policy may request, or 0. It writes no pool.
+        """
         counts = [0, num_candidates] if num_candidates else [0]
         known = [bounds for bounds in self._runner.shapes.menu(0) if bounds.num_logit_rows]
         largest = self._runner.shapes.of_decode(max_num_seqs, 1)
@@ -74,18 +75,18 @@ class TorchDraftLoop:
                         self._chains.get(ChainShape(bounds, count, has_filters)).warm_up()
 
     def can_draft(self, slots: np.ndarray) -> bool:
-        """See core.ports.DraftLoop: rules need the tokens before each draw on the host."""
+        """See core.ports.DraftLoop. Rules need the host before each draw."""
         return not self._sampler.parameters.has_rules[slots].any()
 
     @on_share
     def draft(
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
     ) -> DraftTokens:
-        """See core.ports.DraftLoop. Raises FaserError as Sampler.sample_draft, for the earliest step."""
+        """See core.ports.DraftLoop. Raises FaserError like Sampler.sample_draft, for the earliest step."""
         self._sampler.check_num_candidates(num_candidates)
         known = self._sampler.parameters
         starts = rows.context_lens + rows.rows_per_sequence + self._runner.num_ahead  # [A] of each chain's first token
-        fed_at, fed_slots = step_places(rows, num_draft_tokens, self._runner.pool.kv_block_size)
+        fed_at, slot_mapping = step_positions(rows, num_draft_tokens, self._runner.pool.kv_block_size)
         num_steps = fed_at.shape[0] + 1
         if num_steps > MAX_STEPS:
             raise ValueError(f"num_draft_tokens = {num_steps}: must be at most {MAX_STEPS}")
@@ -93,43 +94,45 @@ class TorchDraftLoop:
         bounds = self._runner.shapes.of_decode(rows.num_sequences, num_tokens)
         chain = self._chains.get(ChainShape(bounds, num_candidates, bool(known.has_filters[slots].any())))
         parameters = packed_parameters(known, slots, starts, bounds.num_sequences)
-        plan = plan_of(parameters, fed_at, fed_slots)
+        plan = plan_of(parameters, fed_at, slot_mapping)
         num_columns = -(-num_tokens // self._runner.pool.kv_block_size)
-        # Behind what the draft had not seen of each sequence.
+        # The first draw follows the rows that the draft had not seen.
         drawn = chain.run(*self._runner.run_unseen(rows), plan, rows.block_tables[:, :num_columns], num_steps)
         packed = to_host(drawn)[0][:, : slots.size]  # [K, A, 1 + C]
         return _checked(packed, slots, starts, num_draft_tokens, num_candidates)
 
 
-def step_places(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Where step k = 1, ... feeds token k - 1 of each chain: positions and flat slots, both [K - 1, A] int64; behind
-    the rows, whatever positions these say that their tokens have.
+def step_positions(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the KV positions and the slot mapping of token k - 1 of each chain in step k >= 1, [K - 1, A] int64 both.
 
-    A chain that has ended stays where it was and writes nothing: it goes on reading what has been written.
+    They follow the rows' KV positions. A chain that has ended keeps its position and writes nothing.
     """
     starts = rows.context_lens + rows.rows_per_sequence
     steps = np.arange(1, int(num_draft_tokens.max()))[:, None]
     positions = starts + np.minimum(steps, num_draft_tokens - 1) - 1
     block, offset = np.divmod(positions, kv_block_size)
-    slots = rows.block_tables[np.arange(starts.size), block] * kv_block_size + offset
-    return positions, np.where(steps < num_draft_tokens, slots, NO_SLOT)
+    slot_mapping = rows.block_tables[np.arange(starts.size), block] * kv_block_size + offset
+    return positions, np.where(steps < num_draft_tokens, slot_mapping, NO_SLOT)
 
 
-def plan_of(parameters: np.ndarray, positions: np.ndarray, slots: np.ndarray) -> np.ndarray:
-    """[PLAN_HEIGHT, num_sequences] int64: parameters [NUM_WORDS, num_sequences], positions and slots [K - 1, A], a
-    column per sequence, and the number of the step, 0. Sequences that pad feed position 0 and write nothing."""
+def plan_of(parameters: np.ndarray, positions: np.ndarray, slot_mapping: np.ndarray) -> np.ndarray:
+    """Returns a plan [PLAN_HEIGHT, num_sequences] int64, with a column per sequence.
+
+    Its rows are parameters [NUM_WORDS, num_sequences], positions and slot_mapping [K - 1, A], and the step's index, 0.
+    Padding sequences have position 0 and write nothing.
+    """
     plan = np.zeros((PLAN_HEIGHT, parameters.shape[1]), np.int64)
     num_fed, count = positions.shape
     plan[:NUM_WORDS] = parameters
     steps = plan[_STEPS:-1].reshape(MAX_STEPS, 2, -1)
     steps[:, 1] = NO_SLOT
     steps[:num_fed, 0, :count] = positions
-    steps[:num_fed, 1, :count] = slots
+    steps[:num_fed, 1, :count] = slot_mapping
     return plan
 
 
 class _Chain:
-    """The tensors and the graphs of one shape: that of a chain's first draw, and that of every further step."""
+    """The tensors of one shape and its two graphs: a chain's first draw, and a further step."""
 
     def __init__(self, shape: ChainShape, runner: CudaRunner, noise: TorchNoise, *, captures: bool) -> None:
         self._shape = shape
@@ -139,7 +142,7 @@ class _Chain:
         self._plan = torch.zeros((PLAN_HEIGHT, size), dtype=torch.int64, device=device)
         self._step = self._plan[-1, :1]
         num_words = 1 + max(shape.num_candidates, 1)
-        # What `draw_draft` packs of each step: [MAX_STEPS, A, 1 + max(C, 1)] int64
+        # The packed draws of each step: [MAX_STEPS, A, 1 + max(C, 1)] int64
         self._drawn = torch.zeros((MAX_STEPS, size, num_words), dtype=torch.int64, device=device)
         self._filtered = torch.arange(size, device=device) if shape.has_filters else None
         capturer = runner.capturer if captures else None
@@ -154,10 +157,12 @@ class _Chain:
         tables: np.ndarray,
         num_steps: int,
     ) -> torch.Tensor:
-        """Queues the whole chain. first_logits: [A, V]; first_hidden: [A, hidden_size], of a draft head. Returns what
-        was drawn, [num_steps, A, 1 + max(C, 1)]."""
+        """Queues the whole chain and returns its packed draws, [num_steps, A, 1 + max(C, 1)].
+
+        first_logits: [A, V]; first_hidden: [A, hidden_size], for a draft head.
+        """
         logits = self._call.tensors["logits"]
-        if first_logits.data_ptr() != logits.data_ptr():  # calls of one model put them at the same place
+        if first_logits.data_ptr() != logits.data_ptr():  # calls of one model share a logits buffer
             logits[: first_logits.shape[0]].copy_(first_logits)
         if first_hidden is not None:
             self._call.tensors["hidden"][: first_hidden.shape[0]].copy_(first_hidden)
@@ -173,7 +178,7 @@ class _Chain:
         size = self._shape.bounds.num_sequences
         nothing = np.zeros((0, size), np.int64)
         plan = plan_of(np.zeros((NUM_WORDS, size), np.int64), nothing, nothing)
-        plan[3] = 1  # top-k: no filter takes less
+        plan[3] = 1  # the least valid top-k
         for _ in range(2):
             self.run(self._call.tensors["logits"], None, plan, np.zeros((size, 1), np.int64), 3)
 
@@ -199,7 +204,7 @@ class _Chain:
 def _checked(
     packed: np.ndarray, slots: np.ndarray, starts: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
 ) -> DraftTokens:
-    """From packed [K, A, 1 + C]: tokens [A, K], margins [A, K], candidates [A, K, C] or None."""
+    """Unpacks [K, A, 1 + C] to tokens [A, K], margins [A, K] and candidates [A, K, C] or None; checks the scores."""
     num_steps, count = packed.shape[:2]
     draws = unpacked_draws(packed.reshape(num_steps * count, -1))
     best, margins = draws.best.reshape(num_steps, count), draws.margins.reshape(num_steps, count)

@@ -1,9 +1,9 @@
-"""CUDA graphs: launches that are captured once and replayed.
+"""CUDA graphs: launches that are captured once and replayed; and the errors after which a process must be restarted.
 
-A captured graph keeps the SMs of the stream that it was captured on, whatever stream it is replayed on: so
-graphs belong to a runner, which is one share of the device. It also keeps the address of a cuBLAS workspace that
-PyTorch frees as soon as any graph of that stream is destroyed: so graphs, also those whose capture failed, live as
-long as their runner. Knows nothing of models.
+A captured graph keeps the SMs of the stream that it was captured on, whatever stream replays it. So graphs belong to a
+runner, which has one share of the device. A graph also keeps the address of a cuBLAS workspace, which PyTorch frees as
+soon as any graph of that stream is destroyed. So all graphs, even those whose capture failed, live as long as their
+runner.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.cuda.fatal import is_fatal
 from faser_backend.cuda.segment import Launch
 
 _log = logging.getLogger(__name__)
-MAX_GRAPHS = 64  # of one segment or draft loop; a menu of row counts has far fewer
-MAX_EAGER = 64  # calls of further shapes that are kept
+MAX_GRAPHS = 64  # per segment or draft loop; a menu of row counts has far fewer
+MAX_EAGER = 64  # cached calls of further shapes
 
-# A device that has a stream under capture may not be waited for as a whole, and another capture's first
-# allocations can do that: one capture at a time.
+# While a stream is being captured, nothing may synchronise the whole device. The first allocations of another capture
+# can do that, so captures run one at a time.
 _CAPTURING = threading.Lock()
 
 
@@ -34,25 +33,24 @@ def _leave_pool(pool: Any) -> None:
 
 
 class GraphCapturer:
-    """Captures launches into graphs whose temporary tensors share one memory pool: they are never replayed at once."""
+    """Captures launches into graphs that share one memory pool, because they are never replayed concurrently."""
 
     def __init__(
         self, counts: GraphCounts, cuda: Any = torch.cuda, leave_pool: Callable[[Any], None] = _leave_pool
     ) -> None:
-        """counts: counts every capture. cuda: torch.cuda; leave_pool: what ends allocations into a pool."""
+        """counts: counts every capture. cuda: torch.cuda. leave_pool: ends allocations into a pool."""
         self.counts = counts
         self._cuda = cuda
         self._leave_pool = leave_pool
         self._pool = cuda.graph_pool_handle()
         self._side_stream: Any = None
-        self._failed: list[Any] = []  # graphs that must not be destroyed
+        self._failed: list[Any] = []  # graphs of failed captures, which must not be destroyed
 
     def capture(self, launch: Launch, what: str) -> Launch:
-        """The replay of `launch`, which has run before on the current stream: kernels are loaded then.
+        """Captures `launch` and returns its replay. `launch` must have run on the current stream, to load kernels.
 
-        Captures on the current stream, or on one beside it where that is the default stream, which cannot be
-        captured and belongs to the whole device. Where `launch` cannot be captured the answer is `launch` itself; the
-        log says so, naming `what`. Raises only errors after which the device is of no use.
+        It captures on the current stream, or on a side stream if that is the default stream, which cannot be captured.
+        If the capture fails, it logs a warning with `what` and returns `launch` itself. Raises fatal errors only.
         """
         graph = self._cuda.CUDAGraph()
         stream = self._cuda.current_stream()
@@ -75,24 +73,24 @@ class GraphCapturer:
         return graph.replay
 
     def _capture(self, graph: Any, launch: Launch) -> None:
-        # thread_local: the other lane may allocate memory at any time, which is no business of this capture.
+        # thread_local: the other lane may allocate memory at any time without breaking this capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
             launch()
-        finally:  # also where launching failed: else the stream stays unusable
+        finally:  # even if the launch failed, or the stream stays unusable
             try:
                 graph.capture_end()
             except Exception:
-                # The allocator is still in the pool, where every allocation and the next capture would find it.
+                # The allocator still allocates from the pool; every allocation and the next capture would do so.
                 pool, self._pool = self._pool, self._cuda.graph_pool_handle()
                 self._leave_pool(pool)
                 raise
 
 
 class RepeatedLaunch:
-    """Queues a call: as it is for the first time, which warms it up, and as a captured graph from the second on.
+    """Queues a call: eagerly the first time, as a warm-up, and as a captured graph from the second time on.
 
-    So a shape that comes once is never captured. Without a capturer, as on a CPU, it always runs as it is.
+    A shape that occurs once is never captured. Without a capturer, as on a CPU, every call is eager.
     """
 
     def __init__(self, launch: Launch, capturer: GraphCapturer | None, what: str) -> None:
@@ -116,8 +114,8 @@ Call = TypeVar("Call")
 class CallCache(Generic[Shape, Call]):
     """The calls of one segment, or chains of a draft loop, by shape.
 
-    The first max_graphs are captured and stay for good: to destroy one would break the others. Of further shapes the
-    most recently used max_eager are kept, without graphs.
+    The first max_graphs are captured and never dropped, because destroying one would break the others. Of further
+    shapes, the max_eager most recently used are cached without graphs.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class CallCache(Generic[Shape, Call]):
         max_graphs: int = MAX_GRAPHS,
         max_eager: int = MAX_EAGER,
     ) -> None:
-        """make: a call of a shape, and whether it may be captured."""
+        """make: creates the call of a shape; its second argument tells whether it may be captured."""
         self._make = make
         self._is_cuda = is_cuda
         self._max_graphs = max_graphs
@@ -155,7 +153,7 @@ class CallCache(Generic[Shape, Call]):
         if not self._eager:
             _log.warning("%s: more than %d shapes: this one and others run without graphs", shape, self._max_graphs)
         if len(self._eager) >= self._max_eager:
-            if self._is_cuda:  # its last launch may still run, from tensors that go with it
+            if self._is_cuda:  # the dropped call's last launch may still use its tensors
                 torch.cuda.current_stream().synchronize()
             self._eager.popitem(last=False)
         call = self._eager[shape] = self._make(shape, False)
@@ -164,3 +162,44 @@ class CallCache(Generic[Shape, Call]):
     def clear(self) -> None:
         self._captured.clear()
         self._eager.clear()
+
+
+# Errors that destroy the CUDA context, which all streams share: cudaError_t of driver_types.h, with the messages of
+# cudaGetErrorString. torch passes some numbers on; else the message identifies the error.
+FATAL_ERRORS = {
+    214: "uncorrectable ECC error encountered",
+    220: "uncorrectable NVLink error detected",
+    226: "Invalid access of peer GPU memory over nvlink or a hardware error",
+    700: "an illegal memory access was encountered",
+    702: "the launch timed out and was terminated",
+    709: "context is destroyed",
+    710: "device-side assert triggered",
+    714: "hardware stack error",
+    715: "an illegal instruction was encountered",
+    716: "misaligned address",
+    717: "operation not supported on global/shared address space",
+    718: "invalid program counter",
+    719: "unspecified launch failure",
+    721: "tensor memory not completely freed",
+    999: "unknown error",
+}
+_UNAMBIGUOUS = tuple(words.lower() for number, words in FATAL_ERRORS.items() if number != 999)
+
+
+def is_fatal(error: BaseException) -> bool:
+    """Tells whether `error`, its cause or its context makes the device unusable."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        each = pending.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if getattr(each, "error_code", None) in FATAL_ERRORS or _names_a_fatal_error(str(each).lower()):
+            return True
+        pending += [each.__cause__, each.__context__]
+    return False
+
+
+def _names_a_fatal_error(message: str) -> bool:
+    return "cuda" in message and any(words in message for words in _UNAMBIGUOUS)

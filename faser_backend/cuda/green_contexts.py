@@ -1,8 +1,8 @@
-"""Green contexts: disjoint groups of SMs, each with a stream of its own, made once at start-up.
+"""Green contexts: disjoint groups of SMs, each with a stream, created once at start-up.
 
-One split call cuts the device into groups of the smallest size that it allows; the splits of the menu are
-combinations of those groups, so that any two shares of a split are disjoint. Sizes are read back, never assumed.
-The driver is given: `cuda.bindings.driver`, or something that answers like it.
+One split call divides the device into groups of the smallest allowed size. The menu's splits are combinations of these
+groups, so the two shares of a split are disjoint. Sizes are read back from the driver, which is a parameter:
+`cuda.bindings.driver` or a fake.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from faser_backend.core.errors import FaserError
 
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
-DEFAULT_STREAM_FLAG = 1  # CU_GREEN_CTX_DEFAULT_STREAM: drivers for CUDA 12 and 13.0 insist on it
+DEFAULT_STREAM_FLAG = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required by drivers for CUDA 12 and 13.0
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the only kind of stream that a green context has
 NO_FLAGS = 0
 MIN_DRIVER = 12040  # CUDA 12.4 brought green contexts
 
 
 class DriverError(FaserError):
-    """The driver refused, or does not know, what was asked of it. status: the name of its CUresult, if any."""
+    """A call of the driver failed or does not exist. status: the name of its CUresult, if any."""
 
     def __init__(self, message: str, status: str = "") -> None:
         super().__init__(message)
@@ -30,22 +30,21 @@ class DriverError(FaserError):
 class GreenShare(NamedTuple):
     """One green context of a split."""
 
-    num_sms: int  # as the driver tells
+    num_sms: int  # as reported by the driver
     stream: int  # handle of its stream
 
 
 class GreenSplits:
-    """The splits of one device, smallest draft share first. Owns their contexts and streams: close it.
+    """The splits of one device, smallest draft share first. It owns their contexts and streams: close it.
 
-    `splits`: (draft, target) pairs. `num_sms` of the device; `group_sms` of the smallest group; `note`: what the
-    target's shares had to go without, or empty.
+    splits: (draft, target) pairs. num_sms: SMs of the device. group_sms: SMs of the smallest group. note: the number of
+    unused SMs, or empty.
     """
 
     def __init__(self, driver: Any, ordinal: int) -> None:
-        """The device's primary context should be active: every green context holds on to it.
+        """Opens all splits. The device's primary context should be active, because green contexts retain it.
 
-        Raises DriverError, with nothing left open, where the driver is too old, there are too few SMs or a call
-        fails.
+        Raises DriverError, with nothing left open, if the driver is too old, there are too few SMs or a call fails.
         """
         self._driver = driver
         with ExitStack() as stack:
@@ -60,7 +59,7 @@ class GreenSplits:
             self._handles = stack.pop_all()
 
     def close(self) -> None:
-        """Destroys streams and contexts; nothing may be at work on them. May be called again."""
+        """Destroys streams and contexts; no work may run on them. May be called again."""
         self._handles.close()
 
     def _open_device(self, ordinal: int) -> Any:
@@ -71,10 +70,10 @@ class GreenSplits:
         return self._call("cuDeviceGet", ordinal)
 
     def _split(self, whole: Any) -> tuple[list[Any], Any | None]:
-        """The one split call: all groups of the smallest size, and what remains (None: nothing)."""
+        """Splits the device into all groups of the smallest size and the rest (None if there is none)."""
         smallest = int(getattr(whole.sm, "minSmPartitionSize", 0))
         if smallest < 1:
-            raise DriverError("the driver or cuda-python does not tell the smallest share: both need CUDA 13")
+            raise DriverError("the driver or cuda-python does not report the smallest share: both need CUDA 13")
         if self.num_sms <= smallest:
             raise DriverError(f"{self.num_sms} SMs: two shares need more than {smallest}, the smallest one")
         groups, num_groups, rest = self._call(
@@ -89,8 +88,8 @@ class GreenSplits:
     def _open_splits(
         self, groups: list[Any], rest: Any | None, stack: ExitStack
     ) -> list[tuple[GreenShare, GreenShare]]:
-        """A draft share of 1, 2, 4, ... groups, at most half of them; the target gets all others and the rest."""
-        if len(groups) == 1:  # the rest is what the draft can have
+        """Opens draft shares of 1, 2, 4, ... groups, at most half; the target gets all others and the rest."""
+        if len(groups) == 1:  # the draft gets the rest
             return [(self._open_share([rest], stack), self._open_share(groups, stack))]
         splits = []
         for num_draft in draft_groups(len(groups)):
@@ -99,7 +98,7 @@ class GreenSplits:
         return splits
 
     def _open_target(self, groups: list[Any], rest: Any | None, stack: ExitStack) -> GreenShare:
-        """With the rest, unless the driver refuses to join it to whole groups: it may be aligned otherwise."""
+        """Opens a target's share with the rest, unless the driver refuses to join it to whole groups."""
         if rest is not None:
             try:
                 return self._open_share([*groups, rest], stack)
@@ -125,24 +124,24 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
     """Returns a driver function's results beside its status: nothing, a value or a tuple. Raises DriverError."""
     function = getattr(driver, name, None)
     if function is None:
-        raise DriverError(f"{name}: this cuda-python does not know it; pip install 'faser-backend[torch]'")
+        raise DriverError(f"{name}: missing in this cuda-python; pip install 'faser-backend[torch]'")
     try:
         status, *results = function(*arguments)
-    except RuntimeError as error:  # how the bindings tell that there is no driver, or no such function in it
+    except RuntimeError as error:  # the bindings' error for a missing driver or function
         reason = "no NVIDIA driver (libcuda.so.1)" if name == "cuInit" else f"{name}: {error}"
         raise DriverError(reason) from None
     if int(status) != 0:
-        told = str(getattr(status, "name", status))
-        raise DriverError(f"{name}: {told}", told)
+        status_name = str(getattr(status, "name", status))
+        raise DriverError(f"{name}: {status_name}", status_name)
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def draft_groups(num_groups: int) -> list[int]:
-    """Groups for the draft in each split: 1, 2, 4, ..., at most half."""
+    """Returns the draft's number of groups in each split: 1, 2, 4, ..., at most half."""
     return [1 << power for power in range(num_groups.bit_length()) if 2 << power <= num_groups]
 
 
 def sm_kind(driver: Any) -> Any:
-    """CU_DEV_RESOURCE_TYPE_SM as the driver's bindings want it: a member of their own enumeration."""
+    """Returns CU_DEV_RESOURCE_TYPE_SM as a member of the bindings' enumeration."""
     kinds = getattr(driver, "CUdevResourceType", None)
     return SM_RESOURCE if kinds is None else kinds.CU_DEV_RESOURCE_TYPE_SM

@@ -1,7 +1,4 @@
-"""Names a GPU and its software, without opening a context on it.
-
-For profiles, which hold for one device and one set of versions, and for people who ask what there is.
-"""
+"""Identifies a GPU and its software without opening a context: for profiles and for `faser doctor`."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ NAME_BYTES = 128
 
 
 class GpuFacts(NamedTuple):
-    """The first of the visible GPUs."""
+    """Facts about the first visible GPU."""
 
     name: str
     num_sms: int
@@ -29,19 +26,19 @@ class GpuFacts(NamedTuple):
 
 
 def load_driver() -> Any:
-    """cuda.bindings.driver. Raises ImportError where cuda-python is not installed."""
+    """Imports cuda.bindings.driver. Raises ImportError if cuda-python is not installed."""
     return importlib.import_module("cuda.bindings.driver")
 
 
 def gpu_facts(driver: Any) -> GpuFacts:
-    """Raises DriverError where there is no driver or no GPU."""
+    """Reads the facts from the driver. Raises DriverError if there is no driver or no GPU."""
     call_driver(driver, "cuInit", 0)
     num_gpus = int(call_driver(driver, "cuDeviceGetCount"))
     if num_gpus == 0:
         raise DriverError("the driver shows no GPU")
     device = call_driver(driver, "cuDeviceGet", 0)
     name = call_driver(driver, "cuDeviceGetName", NAME_BYTES, device)
-    attributes = getattr(driver, "CUdevice_attribute", None)  # the bindings insist on their own enumeration
+    attributes = getattr(driver, "CUdevice_attribute", None)  # the bindings require their own enumeration
     attribute = NUM_SMS if attributes is None else attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     num_sms = int(call_driver(driver, "cuDeviceGetAttribute", attribute, device))
     driver_version = int(call_driver(driver, "cuDriverGetVersion"))
@@ -49,16 +46,16 @@ def gpu_facts(driver: Any) -> GpuFacts:
 
 
 def memory_bytes(driver: Any) -> int:
-    """All memory of the first GPU. Raises DriverError where there is no driver or no GPU."""
+    """Returns the total memory of the first GPU. Raises DriverError if there is no driver or no GPU."""
     gpu_facts(driver)
     return int(call_driver(driver, "cuDeviceTotalMem", call_driver(driver, "cuDeviceGet", 0)))
 
 
 def gpu_identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
-    """The facts that decide how long calls of a GPU runtime take here; of the processor, where torch falls back to it.
+    """Returns the facts that determine the time of a GPU runtime's calls; without a GPU, torch's are the processor's.
 
-    driver: cuda.bindings.driver unless given. Raises ConfigError where the runtime's library is missing, FaserError
-    where it needs a GPU and there is none.
+    driver: cuda.bindings.driver by default. Raises ConfigError if the runtime's library is missing, and FaserError if
+    TensorRT finds no GPU.
     """
     flavour = RUNTIMES[runtime].tensorrt
     library = _torch_version() if flavour is None else import_tensorrt(flavour)

@@ -1,7 +1,7 @@
-"""The uses of a GPU's memory, added up before anything is allocated; KV blocks get what the rest leaves.
+"""Plans a GPU's memory before anything is allocated; KV blocks get what the other uses leave.
 
-Upper bounds from the shapes of calls; the two lines that are no sum of shapes, CUDA's own memory per graph and cuBLAS's
-workspaces, are allowances. Knows manifests, no torch and no device: so it can be printed where there is no GPU.
+The lines are upper bounds from the shapes of calls, except two allowances: CUDA's memory per graph and cuBLAS's
+workspaces. The plan needs neither torch nor a device, so `faser doctor` can print it without a GPU.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_R
 from faser_backend.manifest import ModelEngine
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-NODES_PER_LAYER = 10  # of a graph; more with biases and split contexts
-NODES_PER_FEATURE = 3  # where a draft head reads what goes into a layer
+NODES_PER_LAYER = 10  # nodes of a graph; more with biases and split contexts
+NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
-GRAPH_NODE_BYTES = 16 << 10  # an allowance for what CUDA keeps on the device for a node
-WORKSPACE_BYTES = 32 << 20  # an allowance for each pair of a thread and a stream: what torch gives cuBLAS on sm_90
-FILTER_BYTES = 60  # of a row and token while top-k and top-p sort: scores, copies, indices, sums in float64
-MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are cut
-# Rows of every call of a segment that is captured, scores at exits aside.
+GRAPH_NODE_BYTES = 16 << 10  # allowance for CUDA's device memory per node
+WORKSPACE_BYTES = 32 << 20  # allowance per pair of a thread and a stream: torch's cuBLAS workspace on sm_90
+FILTER_BYTES = 60  # per row and token while top-k and top-p sort: scores, copies, indices, sums in float64
+MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are split
+# Rows of every captured call of a segment, without exit scores.
 MENU = (*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS))
-FRAGMENT_SHARE = 0.04  # of what is left for KV blocks: allocators round up
+FRAGMENT_SHARE = 0.04  # of the memory for KV blocks; allocators round up
 
 
 @dataclass(frozen=True, slots=True)
 class PlanLine:
-    """Bytes on the device, and what they are for."""
+    """A number of bytes on the device, and their use."""
 
     what: str
     num_bytes: int
@@ -37,7 +37,7 @@ class PlanLine:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """`free_bytes` of a GPU: `lines` of it are spoken for, `kv_bytes` are left for KV pools."""
+    """The use of a GPU's `free_bytes`: `lines` are reserved, and `kv_bytes` are left for KV pools."""
 
     free_bytes: int
     block_bytes: int  # of one KV block of both models
@@ -49,7 +49,7 @@ class MemoryPlan:
 
     @property
     def kv_bytes(self) -> int:
-        """0 where the lines alone take more than there is."""
+        """Returns the bytes for KV pools; 0 if the lines exceed the free memory."""
         return max(0, int((self.free_bytes - self.reserved_bytes) * (1 - FRAGMENT_SHARE)))
 
     @property
@@ -57,7 +57,7 @@ class MemoryPlan:
         return self.kv_bytes // self.block_bytes
 
     def report(self, kv_block_size: int) -> list[str]:
-        """A line per purpose, in MiB."""
+        """Returns a line of text per use, in MiB."""
         num_tokens = self.num_blocks * kv_block_size
         left = f"KV blocks: at most {self.num_blocks} of {kv_block_size} tokens, {num_tokens} in all"
         lines = (PlanLine("free", self.free_bytes), *self.lines, PlanLine(left, self.kv_bytes))
@@ -75,10 +75,10 @@ def plan_memory(
     max_prefill_tokens: int,
     unloaded_bytes: int,
 ) -> MemoryPlan:
-    """The plan of an engine of runtime torch; models: the target, then the draft if there is one.
+    """Returns the plan of an engine of runtime torch; models: the target, then the draft if there is one.
 
-    dtype: of the manifest. num_partitions: the whole device and its splits that are opened, each with runners of all
-    models. unloaded_bytes: of weights that are still to be loaded.
+    dtype: the manifest's. num_partitions: the whole device and each opened split, every one with runners of all models.
+    unloaded_bytes: bytes of weights that are not loaded yet.
     """
     specs = [model.spec for model in models]
     size = ELEMENT_BYTES[dtype]
@@ -89,7 +89,7 @@ def plan_memory(
     chunks = max(_temporaries(specs, largest, size)) if largest > MAX_GRAPH_ROWS else 0
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
     nodes *= num_partitions
-    num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, of its lanes' threads and of the one that steps
+    num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, each used by a lane and the stepping thread
     lines = (
         PlanLine("weights", unloaded_bytes),
         PlanLine("logits", sum(MAX_GRAPH_ROWS * spec.vocab_size * 4 for spec in specs)),
@@ -104,13 +104,13 @@ def plan_memory(
 
 
 def block_bytes(spec: ModelSpec, kv_block_size: int, size: int) -> int:
-    """Bytes of one KV block of a model: keys and values of all layers, and what a draft head reads of each token."""
+    """Returns the bytes of one KV block of a model: keys, values and features of all layers."""
     kv = spec.num_layers * 2 * spec.num_kv_heads * spec.head_dim
     return kv_block_size * (kv + len(spec.feature_layers) * spec.hidden_size) * size
 
 
 def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
-    """Temporaries of one layer of a call, and what it hands to the next: no more is alive at once."""
+    """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
     parts = min(num_rows, MAX_PARTS_ROWS) * spec.num_heads * (spec.head_dim + 2) * 4 * 2
@@ -118,8 +118,10 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
 
 
 def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[int]:
-    """Temporaries of a call of each model. A draft head also holds its target's features of all rows, side by side,
-    rows of twice its width, and logits before they go to their ids."""
+    """Returns the bytes of temporaries of a call of each model.
+
+    A draft head also has its target's features of all rows, rows of twice its width, and logits by its own vocabulary.
+    """
     found = [activation_bytes(spec, num_rows, size) for spec in specs]
     if specs[-1].reads_target:
         target, head = specs
@@ -129,13 +131,15 @@ def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[i
 
 
 def sampler_bytes(vocab_size: int, num_lanes: int) -> int:
-    """Scores of the most rows, and what filters sort, for as many samplers as are at work at once."""
+    """Returns the bytes of scores of the most rows and of filters' sorts, for num_lanes concurrent samplers."""
     return num_lanes * vocab_size * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)
 
 
 def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
-    """Block tables above all, which are as wide as any context needs; and hidden states between segments. What joins
-    a head's features reads no tables, and its layer leaves hidden states behind."""
+    """Returns the bytes of inputs: block tables for the longest context, and hidden states between segments.
+
+    A head's segment that joins features reads no tables, and its layer also outputs hidden states.
+    """
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
     num_tables, num_cuts = (1, 2) if model.spec.reads_target else (len(model.segments), len(model.segments) - 1)
@@ -149,6 +153,6 @@ def _graph_nodes(model: ModelEngine) -> int:
 
 
 def _chain_nodes(drafts: Sequence[ModelSpec], max_num_seqs: int) -> int:
-    """Nodes of a draft's steps, with filters and without."""
+    """Returns the nodes of the graphs of a draft's steps, with filters and without."""
     num_shapes = 2 * (1 + sum(count < max_num_seqs for count in ROW_COUNTS))
     return sum(num_shapes * (spec.num_layers * NODES_PER_LAYER + 2 * NODES_BESIDE_LAYERS) for spec in drafts)

@@ -1,6 +1,6 @@
-"""The paged key/value storage of one model on a GPU: one tensor, in blocks, head-major; and what a draft head reads.
+"""`CudaKvPool`: the paged key/value storage of one model on a GPU: one tensor, in blocks, head-major.
 
-As device.kv_pool, in the engine's dtype. Knows nothing of who owns a block; the block manager does.
+It is the counterpart of cpu.kv_pool, in the engine's dtype.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS
 from faser_backend.cuda.memory_plan import block_bytes
 from faser_backend.manifest import ModelSpec
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's words
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's names
 
 
 class LogitsBuffer:
-    """Where the calls of one model put their logits: [MAX_GRAPH_ROWS, V] float32, of which a call has the first rows.
+    """The logits of one model's calls, [MAX_GRAPH_ROWS, V] float32; a call writes the first rows.
 
-    Calls of a model are serial and their logits are read before the next, whatever share of the device they ran on.
+    Calls of a model are serial on all shares, and their logits are read before the next call.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -26,7 +26,7 @@ class LogitsBuffer:
         self._rows: torch.Tensor | None = None
 
     def rows(self, num_rows: int, vocab_size: int) -> torch.Tensor:
-        """[num_rows, vocab_size]; of a call with more rows than any graph has, a tensor of its own."""
+        """Returns [num_rows, vocab_size]: a view, or a new tensor for more than MAX_GRAPH_ROWS rows."""
         if num_rows > MAX_GRAPH_ROWS:
             return torch.zeros((num_rows, vocab_size), device=self._device)
         if self._rows is None:
@@ -35,17 +35,17 @@ class LogitsBuffer:
 
 
 class CudaKvPool:
-    """`storage` [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim], zeroed.
+    """Keys, values and features of one model; all start as zeros.
 
-    `features` [num_blocks + 1, kv_block_size, num_features, hidden_size], zeroed: what goes into the layers that a
-    draft head reads, of every token.
-    The last block is nobody's: programs whose every row has to write somewhere write their padding there.
+    storage: [num_layers, 2, num_kv_heads, num_blocks + 1, kv_block_size, head_dim]. features: every token's input of
+    the layers that a draft head reads, [num_blocks + 1, kv_block_size, num_features, hidden_size]. The last block
+    belongs to no sequence: programs that must write every row write padding rows there.
     """
 
     def __init__(
         self, spec: ModelSpec, num_blocks: int, kv_block_size: int, *, dtype: str, device: torch.device
     ) -> None:
-        """dtype: of the manifest. Raises ConfigError where the pool is empty or does not fit on the device."""
+        """dtype: the manifest's. Raises ConfigError if num_blocks < 1 or the pool does not fit on the device."""
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
@@ -55,21 +55,21 @@ class CudaKvPool:
         try:
             self.storage = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
             self.keep_features(spec)
-        except RuntimeError:  # torch.OutOfMemoryError is one of a GPU, the CPU's allocator has no own
+        except RuntimeError:  # includes torch.OutOfMemoryError; the CPU's allocator has no error class of its own
             num_bytes = (num_blocks + 1) * self.bytes_per_block(spec, kv_block_size, dtype)
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit on {device}") from None
 
     def keep_features(self, spec: ModelSpec) -> None:
-        """Room of its own for the features of a model, which is not that of the keys where a head is timed alone."""
+        """Allocates features of `spec`: of the pool's own model, or of a target if a head is timed alone."""
         shape = (self.num_blocks + 1, self.kv_block_size, len(spec.feature_layers), spec.hidden_size)
         self.features = torch.zeros(shape, dtype=self.storage.dtype, device=self.storage.device)
 
     def keys(self, layer: int) -> torch.Tensor:
-        """The keys of a layer, [num_kv_heads, num_blocks + 1, kv_block_size, head_dim]; a view."""
+        """Returns a view of a layer's keys, [num_kv_heads, num_blocks + 1, kv_block_size, head_dim]."""
         return self.storage[layer, 0]
 
     def values(self, layer: int) -> torch.Tensor:
-        """The values of a layer, of the shape of its keys; a view."""
+        """Returns a view of a layer's values, in the shape of its keys."""
         return self.storage[layer, 1]
 
     @property
@@ -78,7 +78,7 @@ class CudaKvPool:
 
     @staticmethod
     def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str) -> int:
-        """Bytes that one block takes over all layers: keys, values and features."""
+        """Returns the bytes of one block: keys, values and features of all layers."""
         return block_bytes(spec, kv_block_size, DTYPES[dtype].itemsize)
 
     def check_integrity(self) -> None:

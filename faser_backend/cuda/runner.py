@@ -1,9 +1,8 @@
-"""`CudaRunner`: a model on one share of a GPU with its KV pool; implements core.ports.ModelRunner. Of an EAGLE-3 head
-it is `CudaHeadRunner`, a core.ports.HeadRunner.
+"""`CudaRunner` runs a model, and `CudaHeadRunner` an EAGLE-3 head, on one share of a GPU with a KV pool.
 
-A call is one asynchronous copy of its integers and one graph replay, both on the stream of the runner's share, on any
-thread. Nothing here waits for the device. Knows neither torch segments nor TensorRT, but programs; on a torch CPU
-device it runs the same way without graphs.
+They implement core.ports.ModelRunner and HeadRunner over programs (segment.py). A call is one asynchronous copy of its
+integers and one graph replay, both on the stream of the runner's share, on any thread. Nothing waits for the device. On
+a torch CPU device everything runs the same way without graphs.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ JOIN, LAYER = 0, 1  # segments of a draft head
 
 
 class _Call:
-    """One segment's call of one shape: its tensors, filled anew each time, and what queues it."""
+    """One segment's call of one shape: its tensors, which each call fills, and its launch."""
 
     def __init__(self, inputs: InputBlock, tensors: Mapping[str, torch.Tensor], launch: Launch) -> None:
         self.inputs = inputs
@@ -53,9 +52,9 @@ class _Call:
 
 
 class CudaRunner:
-    """Runs the segments of one model. Calls are serial; runners that share a pool take turns or slots."""
+    """Runs the segments of one model. Calls are serial; concurrent runners on one pool need different sequences."""
 
-    num_ahead = 0  # by how much the token of a row is ahead of its position
+    num_ahead = 0  # a row's token position minus its KV position
 
     def __init__(
         self,
@@ -68,8 +67,10 @@ class CudaRunner:
         capturer: GraphCapturer | None = None,
         share: SmPartition | None = None,
     ) -> None:
-        """programs: one per segment, in order. limits: the largest bounds that they take, None = any. capturer: None:
-        without graphs. share: None: what is called is queued where the calling thread is."""
+        """programs: one per segment, in order. limits: the largest bounds that they take; None = any.
+
+        capturer: None = no graphs. share: None = calls are queued on the calling thread's current stream.
+        """
         if len(programs) != len(model.segments):
             raise ConfigError(f"programs = {len(programs)}: the model has {len(model.segments)} segments")
         self.on_share = nullcontext if share is None else share.current
@@ -79,7 +80,7 @@ class CudaRunner:
         self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
-        # As many as each sequence of a full batch may have.
+        # The number that each sequence of a full batch may have.
         self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
         self.capturer = capturer
         num_blocks = -(-model.spec.max_context // pool.kv_block_size)
@@ -100,13 +101,15 @@ class CudaRunner:
 
     @on_share
     def run_segment(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """See core.ports.ModelRunner. The result is on the device, and may not be there yet: it is a buffer that
-        the stream fills, and that a later call with as many rows fills again."""
+        """See core.ports.ModelRunner. The result is a device buffer that the stream is going to fill.
+
+        A later call of the same shape overwrites it.
+        """
         call = self._run(segment, rows, hidden, None)
         return call.result[: rows.logit_rows.shape[0] if segment == self.num_segments - 1 else rows.num_rows]
 
     def run_unseen(self, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """All segments: logits [R, V], and of a draft head what it goes on from, [R, hidden_size]. As run_segment's."""
+        """Runs all segments; returns logits [R, V] and, for a draft head, its next input [R, hidden_size]."""
         output = self.run_segment(0, rows, None)
         for segment in range(1, self.num_segments):
             output = self.run_segment(segment, rows, output)
@@ -116,7 +119,7 @@ class CudaRunner:
     def run_segment_with_scores(
         self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, exit_candidates: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See core.ports.ModelRunner; both results as run_segment's."""
+        """See core.ports.ModelRunner. Both results are buffers like run_segment's."""
         assert segment in self.exits, f"segment {segment} has no exit scores"
         call = self._run(segment, rows, hidden, exit_candidates)
         assert call.exit_scores is not None
@@ -131,8 +134,10 @@ class CudaRunner:
 
     @on_share
     def capture_menu(self, num_candidates: int) -> None:
-        """Captures every call that is known beforehand, on the current stream. num_candidates: of exit scores, if any
-        may be asked for. Calls of nobody's rows: pools stay as they are."""
+        """Captures every call of the menu on the current stream, with padding rows only, so pools do not change.
+
+        num_candidates: of exit scores, or 0 if they are never requested.
+        """
         for index in range(self.num_segments):
             counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
             known = [bounds for count in counts for bounds in self.shapes.menu(count)]
@@ -143,12 +148,11 @@ class CudaRunner:
                 call.launch()
 
     def prepare_decode(self, bounds: CallBounds) -> PreparedCall:
-        """A call of one row per sequence, logits on each, whose integers the device may write between launches.
+        """Prepares a call of one row with logits per sequence, whose integers the device may write between launches.
 
-        Its tensors are the inputs of all segments by manifest name, slot_mapping in any case, and logits [B, V]; of a
-        draft head also hidden [B, hidden_size], which each launch leaves as the next one reads it. Filled
-        already are cu_rows, logit_rows and padding indices, for good; slot_mapping holds -1, the rest 0. Each call has
-        inputs of its own.
+        Its tensors are the inputs of all segments by manifest name, always slot_mapping, and logits [B, V]. A draft
+        head's also have hidden [B, hidden_size], which each launch overwrites with the next one's input. cu_rows,
+        logit_rows and padding indices are final; slot_mapping holds -1, the rest 0. Every call has separate inputs.
         """
         num_sequences = bounds.num_sequences
         wanted = {
@@ -183,14 +187,14 @@ class CudaRunner:
         return PreparedCall({**inputs.tensors, **results}, launch, fill)
 
     def clear_at_close(self, clear: Callable[[], None]) -> None:
-        """`clear` frees graphs that somebody captured of prepared calls: they must not outlive a share's stream."""
+        """Registers `clear`, which frees graphs of prepared calls: they must not outlive a share's stream."""
         self._clearing.append(clear)
 
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
     def close(self) -> None:
-        """Frees graphs and buffers when the device has done with them; the runner cannot be used afterwards."""
+        """Waits for the device, then frees graphs and buffers; the runner cannot be used afterwards."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         for clear in self._clearing:
@@ -203,12 +207,12 @@ class CudaRunner:
         bounds = self.bounds_of(segment, self.shapes.of(rows, num_candidates))
         if bounds.num_rows <= MAX_GRAPH_ROWS:
             call = self._calls[segment].get(bounds)
-        else:  # as long as a prompt's chunk: tensors of its own, which the allocator takes back
+        else:  # a large prompt chunk: temporary tensors, which the allocator takes back
             call = self._open_call(segment, bounds, TensorStore(self._device), captures=False)
         self._fill(call.inputs, rows, bounds, candidates)
         if call.hidden is not None:
             assert hidden is not None, f"segment {segment} needs the hidden states of the segment before"
-            if hidden.data_ptr() != call.hidden.data_ptr():  # rows that stayed are where the segment before put them
+            if hidden.data_ptr() != call.hidden.data_ptr():  # equal if no row was pruned after the segment before
                 call.hidden[: rows.num_rows].copy_(hidden, non_blocking=True)
         call.launch()
         return call
@@ -234,7 +238,7 @@ class CudaRunner:
 
     @property
     def _decode_segments(self) -> Sequence[int]:
-        """Those that a decode call consists of."""
+        """The segments of a decode call."""
         return range(self.num_segments)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
@@ -251,17 +255,17 @@ class CudaRunner:
 
 
 class CudaHeadRunner(CudaRunner):
-    """An EAGLE-3 head, for a pool whose `features` are those of the target's pool.
+    """Runs an EAGLE-3 head. Its pool shares `features` with the target's pool.
 
-    The target's calls leave the hidden states that the head reads there, by slot like keys and values; segment JOIN
-    joins those of a call's rows, LAYER is the layer. What one call gives the next one goes on from stays on the device.
+    The target's calls write the hidden states that the head reads there, by slot_mapping like keys and values. Segment
+    JOIN joins those of a call's rows, and LAYER is the layer. A call's output for the next call stays on the device.
     """
 
     num_ahead = 1
 
     @on_share
     def run_layer(self, rows: RowBatch, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See core.ports.HeadRunner; both results as run_segment's."""
+        """See core.ports.HeadRunner. Both results are buffers like run_segment's."""
         call, num_made = self._run(LAYER, rows, hidden, None), rows.logit_rows.shape[0]
         return call.tensors["logits"][:num_made], call.tensors["hidden_out"][:num_made]
 
@@ -271,23 +275,22 @@ class CudaHeadRunner(CudaRunner):
 
     @on_share
     def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
-        """See core.ports.ModelRunner. Rows that lie side by side, as those of chains that all go on, need no index on
-        the device."""
+        """See core.ports.ModelRunner. Adjacent rows, as when all chains continue, need no index on the device."""
         first = int(kept[0]) if kept.size else 0
         if kept.size and int(kept[-1]) - first + 1 == kept.size:
             return hidden[first : first + kept.size].clone()
         return super().take_rows(hidden, kept)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Rows are joined alike whether logits of them are wanted or not."""
+        """Drops the logit rows of JOIN, which has none."""
         return bounds._replace(num_logit_rows=0) if segment == JOIN else bounds
 
     @property
     def _decode_segments(self) -> Sequence[int]:
-        """Rows that follow drafted tokens read nothing of the target's."""
+        """Only the layer: rows of drafted tokens read no features of the target."""
         return (LAYER,)
 
     def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
-        """The layer's output of each row lies where its next launch reads it."""
+        """Makes the layer write its output over its input."""
         tensors = super()._decode_tensors(index, bounds, inputs)
         return {**tensors, "hidden_out": tensors["hidden"]}

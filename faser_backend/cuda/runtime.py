@@ -1,8 +1,8 @@
-"""`CudaRuntime`: the runtimes of a GPU, torch and TensorRT; implements device.runtime.Runtime.
+"""`CudaRuntime`: the GPU runtimes, torch and TensorRT; implements device.runtime.Runtime.
 
-They differ in where programs come from and in nothing else. The thread that steps queues on the one stream of the
-whole device, lanes on those of their shares; StreamLanes argues why that orders every use of a pool. Nothing of weight
-runs on the whole device while a split does: the stepping thread waits for the lanes.
+They differ only in the source of programs. The stepping thread queues on the stream of the whole device, lanes on the
+streams of their shares; StreamLanes explains why that orders every use of a pool. While a split runs, the stepping
+thread waits, so the whole device runs nothing else.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
-from faser_backend.cuda.fatal import is_fatal
-from faser_backend.cuda.graphs import GraphCapturer
+from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.identity import load_driver
 from faser_backend.cuda.memory_plan import plan_memory
 from faser_backend.cuda.pool import DTYPES, CudaKvPool
@@ -32,7 +31,7 @@ from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
-from faser_backend.cuda.tensorrt_segment import TensorRtPrograms
+from faser_backend.cuda.tensorrt_programs import TensorRtPrograms
 from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.device.lanes import ThreadLanes
 from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
@@ -41,13 +40,13 @@ from faser_backend.manifest import EngineManifest, ModelEngine
 
 _log = logging.getLogger(__name__)
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues: with too few, streams wait for each other
-NUM_CONNECTIONS = "32"  # the most there are
+NUM_CONNECTIONS = "32"  # the maximum
 
 CPU_MEMORY_SHARE = 0.25
-# SMs of a share that nobody measured: with fewer, memory bandwidth is a small part of the device's, and a draft that
-# is small next to its target would take longer on them than the target takes to verify.
+# The least SMs of a share without a profile. Fewer have a small part of the memory bandwidth, so even a small draft
+# would take longer on them than the target takes to verify.
 MIN_GUESSED_SMS = 16
-USUAL_DRAFT_TOKENS = 4  # that a step drafts while it verifies, to guess at splits that nobody measured
+USUAL_DRAFT_TOKENS = 4  # assumed per overlapped step when ordering splits without a profile
 
 Share = SmPartition | CorePartition
 
@@ -66,8 +65,10 @@ class CudaRuntime:
         shares: SmMenu | None,
         make_capturer: Callable[[GraphCounts], GraphCapturer] | None = None,
     ) -> None:
-        """dtype: of the manifest. shares: of the GPU, closed with the runtime; None on torch's CPU device.
-        make_capturer: of a runner's graphs; None: runners do without."""
+        """dtype: the manifest's. shares: the GPU's, closed with the runtime; None on torch's CPU device.
+
+        make_capturer: creates the capturer of a runner's graphs; None = no graphs.
+        """
         self.kv_block_size = kv_block_size
         self.device = device
         self._programs = programs
@@ -86,7 +87,7 @@ class CudaRuntime:
         self.needs_warm_up = shares is not None
 
     def free_bytes(self) -> int:
-        """Free memory of the driver and of torch's own cache, less the weights to come."""
+        """Returns the free memory of the driver and of torch's cache, less unloaded weights."""
         unloaded = self._programs.num_unloaded_bytes(self._models.present)
         if self._shares is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
@@ -95,7 +96,7 @@ class CudaRuntime:
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
 
     def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
-        """See Runtime. On a GPU the log says what memory goes to."""
+        """See Runtime. On a GPU it logs the memory plan."""
         if self._shares is None:
             return int(self.free_bytes() * CPU_MEMORY_SHARE)
         plan = plan_memory(
@@ -116,7 +117,7 @@ class CudaRuntime:
         return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self._dtype)
 
     def bind_step_thread(self) -> None:
-        """On a CPU calls end before they return: there is nothing to order, and threads stay where they may run."""
+        """See Runtime. Does nothing on a CPU, where calls are synchronous."""
         if self._shares is not None:
             self.menu.whole.bind_current_thread()
 
@@ -124,7 +125,7 @@ class CudaRuntime:
         return CudaKvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._dtype, device=self.device)
 
     def fill_pool(self, pool: CudaKvPool, numbers: np.ndarray) -> None:
-        pool.storage.copy_(torch.from_numpy(numbers).to(pool.storage))  # else the host would spread them out first
+        pool.storage.copy_(torch.from_numpy(numbers).to(pool.storage))  # expands on the device, not on the host
 
     def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
         split = self._split_of(share)
@@ -164,13 +165,15 @@ class CudaRuntime:
             self._shares.close()
 
     def _split_of(self, share: Share) -> str:
-        """The name of the split that a share is one of; "" for the whole device."""
+        """Returns the name of the share's split; "" for the whole device."""
         return next((split_name(*split) for split in self.menu.splits if share in split), "")
 
 
 def first_products(device: torch.device, dtype: torch.dtype) -> None:
-    """The least of every kind of matrix product: opens this thread's handles of cuBLAS and cuBLASLt, and their
-    workspaces of the current stream, for good."""
+    """Runs a tiny matrix product of every kind.
+
+    It opens this thread's handles of cuBLAS and cuBLASLt and their workspaces of the current stream, permanently.
+    """
     rows, bias = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
     functional.linear(rows, rows)
     functional.linear(rows, rows, bias)
@@ -181,13 +184,15 @@ def first_products(device: torch.device, dtype: torch.dtype) -> None:
 
 
 def _is_small(split: tuple[Share, Share]) -> bool:
-    """Whether a share of it is too small for a guess; a profile may still choose it."""
+    """Tells whether a share of the split is too small without a profile; a profile may still choose it."""
     return isinstance(split[0], SmPartition) and min(share.size for share in split) < MIN_GUESSED_SMS
 
 
 def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
-    """How far the draft's share of the SMs is from its share of the bytes that an overlapped step reads: with few
-    rows both models take as long as their weights take to be read, and SMs read in parallel."""
+    """Returns the distance of the draft's share of SMs from its share of the bytes that an overlapped step reads.
+
+    With few rows both models are bound by reading weights, and SMs read in parallel.
+    """
     assert models.draft is not None
     draft_bytes = USUAL_DRAFT_TOKENS * models.draft.num_weight_bytes
     share_of_bytes = draft_bytes / max(draft_bytes + models.target.num_weight_bytes, 1)
@@ -196,8 +201,8 @@ def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
 
 
 def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:
-    """The GPU runtime that an engine directory was built for. Raises ConfigError or FaserError where it cannot run."""
-    del config  # nothing in it is about a GPU
+    """Opens the GPU runtime of an engine directory. Raises ConfigError or FaserError if it cannot run here."""
+    del config  # no option concerns a GPU
     has_gpu = prepare_cuda()
     if manifest.runtime_spec.tensorrt and not has_gpu:
         raise ConfigError(
@@ -214,14 +219,14 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: Engine
 
 
 def open_on_device(programs: ProgramSource, models: ModelPair, kv_block_size: int, *, dtype: str) -> CudaRuntime:
-    """A runtime for models of any origin on the current GPU, on torch's CPU device where there is none."""
+    """Opens a runtime for models of any origin on the current GPU, or on torch's CPU device without one."""
     device = current_device()
     shares, make_capturer = None, None
     if prepare_cuda():
         shares = open_menu(torch.cuda, device.index, load_driver, lambda: first_products(device, DTYPES[dtype]))
         make_capturer = GraphCapturer
     if shares is None:
-        _log.warning("runtime torch: no CUDA device; everything is computed on the CPU, which is good for tests alone")
+        _log.warning("runtime torch: no CUDA device; computing on the CPU, which is for tests only")
     return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares, make_capturer=make_capturer)
 
 
@@ -230,9 +235,9 @@ def current_device() -> torch.device:
 
 
 def prepare_cuda() -> bool:
-    """Opens torch's CUDA context, if there is a GPU, with as many hardware queues as there can be."""
+    """Opens torch's CUDA context with the most hardware queues; returns False without a GPU."""
     if not torch.cuda.is_initialized():
-        os.environ.setdefault(MAX_CONNECTIONS, NUM_CONNECTIONS)  # before anything looks at the driver
+        os.environ.setdefault(MAX_CONNECTIONS, NUM_CONNECTIONS)  # before anything opens the driver
     if not torch.cuda.is_available():
         return False
     found = os.environ.get(MAX_CONNECTIONS, "unset")

@@ -1,10 +1,9 @@
-"""`TorchSampler`: tokens are picked where the logits are; a few numbers per row reach the host, in one copy.
+"""`TorchSampler`: draws tokens on the device; a few numbers per row reach the host, in one copy.
 
-Greedy rows, temperature, top-k, top-p and min-p run on the device. Rows with rules (penalties, bias, min_tokens,
-bad words, grammars), which need the tokens so far, are processed by NumpySampler on copies of their logits: these
-come along with the others' tokens, so that a batch waits once in any case and plain rows never for rules.
-What one row needs of its slot's parameters (6 words) is uploaded with its position in each call. So the device
-holds no state of slots, which the streams of two lanes would have to agree on.
+Greedy rows, temperature, top-k, top-p and min-p run on the device. NumpySampler processes rows with rules (penalties,
+bias, min_tokens, bad words, grammars), which need earlier tokens, on copies of their logits. These arrive with the
+others' tokens, so a batch waits once. Every call uploads its rows' parameters (6 words) and positions. So the device
+has no state per slot that the streams of two lanes would have to synchronise.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from faser_backend.cuda.transfer import to_device, to_host
 
 
 class TorchSampler:
-    """core.ports.Sampler for logits on a device; up to max_num_seqs slots.
+    """The core.ports.Sampler for logits on a device, for up to max_num_seqs slots.
 
-    Everything is queued on the calling thread's current stream, on which the logits have been made. Calls on
-    different threads are as safe as NumpySampler's.
+    Everything is queued on the calling thread's current stream, which must have computed the logits. Its rules for
+    threads are NumpySampler's.
     """
 
     def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
@@ -46,7 +45,7 @@ class TorchSampler:
 
     @property
     def parameters(self) -> SlotParameters:
-        """For reading."""
+        """The slots' parameters; read-only."""
         return self._host.parameters
 
     @property
@@ -74,9 +73,9 @@ class TorchSampler:
         return self._host.forced(slot)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-        """logits [R, V] float32 (unchanged) -> token ids [R] int64.
+        """Draws token ids [R] int64 from logits [R, V] float32, which stay unchanged.
 
-        Raises FaserError naming a row whose logits hold NaN or +inf, or nothing but -inf.
+        Raises FaserError for a row whose logits hold NaN or +inf, or only -inf.
         """
         scores, _ = self._scores(logits, rows)
         drawn, ruled, ruled_logits = self._fetch(draw(scores), logits, rows)
@@ -86,7 +85,7 @@ class TorchSampler:
         return token_ids
 
     def sample_draft(self, logits: torch.Tensor, rows: SamplingRows, num_candidates: int) -> DraftTokens:
-        """As NumpySampler.sample_draft; raises as `sample` does."""
+        """See NumpySampler.sample_draft. Raises as `sample` does."""
         self.check_num_candidates(num_candidates)
         scores, parameters = self._scores(logits, rows)
         inverse_temperature = None if parameters is None else parameters.inverse_temperature
@@ -101,12 +100,11 @@ class TorchSampler:
     def candidate_margins(
         self, scores: torch.Tensor, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
     ) -> np.ndarray:
-        """See core.ports.Sampler. A pruner on the host needs the answer, and C numbers a row are few: they are
-        fetched as they are, in the one copy that the answer would take."""
+        """See core.ports.Sampler. Computes on the host, because the result would need one copy as well."""
         return self._host.candidate_margins(to_host(scores)[0], candidates, rows, with_noise=with_noise)
 
     def probabilities(self, logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-        """See core.ports.Sampler. Rejection sampling draws on the host: this copies all of logits [R, V]."""
+        """See core.ports.Sampler. Copies all of logits [R, V], because rejection sampling draws on the host."""
         return self._host.probabilities(to_host(logits)[0], rows)
 
     def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
@@ -130,7 +128,7 @@ class TorchSampler:
         self._host.check_integrity()
 
     def _scores(self, logits: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, RowParameters | None]:
-        """Scores [R, V] without rules, and the rows' parameters; logits themselves and None where all are greedy."""
+        """Returns scores [R, V] without rules and the rows' parameters; if all are greedy, the logits and None."""
         known, slots = self.parameters, rows.slots
         if not known.is_random[slots].any():
             return logits, None
@@ -143,9 +141,9 @@ class TorchSampler:
     def _fetch(
         self, packed: torch.Tensor, logits: torch.Tensor, rows: SamplingRows
     ) -> tuple[HostDraws, np.ndarray, np.ndarray]:
-        """The draws, checked; which rows [n] have rules, and their logits [n, V]. The one wait of a call.
+        """Returns the checked draws, the rows [n] with rules and their logits [n, V]. It is the one wait of a call.
 
-        Rows with rules are drawn like the others, in vain but for the check of their logits.
+        Rows with rules are drawn too, only to check their logits.
         """
         ruled = np.flatnonzero(self.parameters.has_rules[rows.slots])
         wanted = [packed]
@@ -158,7 +156,7 @@ class TorchSampler:
 
 
 def _taken(rows: SamplingRows, index: np.ndarray) -> SamplingRows:
-    """Rows index [n] of a batch."""
+    """Returns the rows index [n] of a batch."""
     return SamplingRows(
         rows.slots[index], rows.positions[index], rows.sequence[index], rows.num_drafted[index], rows.drafted
     )

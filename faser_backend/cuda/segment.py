@@ -1,7 +1,7 @@
-"""The agreement between a GPU runner and the programs that it runs: a call's tensors, how it is queued, who opens them.
+"""The port between a GPU runner and its programs.
 
-A program is one segment of a model, compiled or written in torch. A runner owns the tensors and the order of
-calls; a program owns weights and kernels. Neither knows which kind the other is.
+A program is one segment of a model, compiled by TensorRT or written in torch. A runner owns the tensors and the order
+of calls; a program owns weights and kernels.
 """
 
 from __future__ import annotations
@@ -27,24 +27,29 @@ class SegmentProgram(Protocol):
 
     @property
     def packs_tables(self) -> bool:
-        """Whether block tables lie without gaps, as wide as the input table_width [1] int32 says: the program reads it
-        on the device, and its calls differ in their rows alone."""
+        """Tells whether block tables are packed to the width in the input table_width [1] int32.
+
+        The program then reads the width on the device, and its calls differ only in their number of rows.
+        """
         ...
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
-        """tensors: every input and output of the manifest's segment, by its name (pools too), and slot_mapping
-        [T] int32 in any case. They outlive the result and have the shapes that `bounds` say.
+        """Returns a function that queues the call on the current stream.
 
-        Returns what queues the call on the current stream. That never waits, allocates nothing lasting, reads
-        no tensor on the host, and may be captured. Raises ConfigError where the program cannot take the bounds.
+        The function never waits, keeps no allocation, reads no tensor on the host, and may be captured. tensors: every
+        input and output of the manifest's segment by name (pools too), and always slot_mapping [T] int32. They outlive
+        the result and have the shapes of `bounds`. Raises ConfigError if the program cannot take the bounds.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A call whose inputs the device itself may write. `launch` queues all segments of the model in order; of a draft
-    head the layer, which leaves what its next launch goes on from in its own input."""
+    """A call whose inputs the device itself may write.
+
+    `launch` queues all segments of the model in order. For a draft head it queues the layer, which overwrites its input
+    with the next launch's input.
+    """
 
     tensors: Mapping[str, torch.Tensor]
     launch: Launch
@@ -55,16 +60,15 @@ class ProgramSource(Protocol):
     """Programs of the models of one engine."""
 
     def open(self, model: ModelEngine, split: str, num_sms: int) -> Sequence[SegmentProgram]:
-        """One per segment, in order, for a share of num_sms SMs; split: of which it is one, "" for the whole
-        device. Raises ConfigError where they cannot be loaded."""
+        """Opens one program per segment for a share of num_sms SMs of `split` ("": no split). Raises ConfigError."""
         ...
 
     def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
-        """The largest calls that they take; None = any."""
+        """Returns the bounds of the largest calls that programs take; None = any."""
         ...
 
     def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:
-        """Device memory that the models' weights are still going to take."""
+        """Returns the device memory that unloaded weights of the models will take."""
         ...
 
     def close(self) -> None: ...

@@ -1,8 +1,8 @@
-"""Shares of a GPU as streams, and the choice of how to make them: green contexts, else priorities, else none.
+"""Shares of a GPU as streams, made by green contexts, else by stream priorities, else not at all.
 
-A share is bound to a thread by making its stream the thread's current one; everything of torch, of our kernels
-and of TensorRT is queued there. Streams of torch's own pool are never destroyed; those of green contexts belong
-to the menu. torch.cuda and the driver are given, so that the choice can be tested without a GPU.
+Binding a thread to a share makes the share's stream the thread's current one, on which torch, the project's kernels and
+TensorRT queue their work. Streams of torch's pool are never destroyed; those of green contexts belong to the menu.
+torch.cuda and the driver are parameters, so the choice can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -23,22 +23,25 @@ _log = logging.getLogger(__name__)
 
 
 class PartitionChoice(NamedTuple):
-    """How draft and target share the device, and why so."""
+    """The way in which draft and target share the device, and its reason."""
 
     kind: Literal["green_contexts", "priority_streams", "serial"]
     reason: str
 
 
 class FirstWork:
-    """Work that a thread runs when it first queues on a stream: libraries open handles per thread and workspaces per
-    handle and stream with their first call, and none of that may happen while a graph is captured."""
+    """Work that a thread runs when it first queues on a stream.
+
+    Libraries open handles per thread, and workspaces per handle and stream, with their first call. That must not happen
+    during the capture of a graph.
+    """
 
     def __init__(self, work: Callable[[], None] = lambda: None) -> None:
         self._work = work
         self._done = threading.local()
 
     def ensure(self, stream: Any) -> None:
-        """Runs the work on the current stream, `stream`, unless the calling thread has."""
+        """Runs the work on the current stream, `stream`, unless the calling thread has done so."""
         done: set[int] = self._done.__dict__.setdefault("streams", set())
         if stream.cuda_stream not in done:
             done.add(stream.cuda_stream)
@@ -47,7 +50,7 @@ class FirstWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SmPartition:
-    """SMs of a GPU by a stream that computes on them."""
+    """SMs of a GPU, and a stream that computes on them."""
 
     name: str
     size: int  # SMs
@@ -57,13 +60,13 @@ class SmPartition:
 
     def bind_current_thread(self) -> None:
         if self.cuda.current_stream() != self.stream:
-            self.cuda.set_device(self.stream.device_index)  # and with it the context that the driver's own calls use
+            self.cuda.set_device(self.stream.device_index)  # also sets the context of direct driver calls
             self.cuda.set_stream(self.stream)
             self.first_work.ensure(self.stream)
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Queues here what the calling thread queues meanwhile: behind its own earlier work, before its later."""
+        """Redirects the calling thread's work to this share, ordered after its earlier and before its later work."""
         caller = self.cuda.current_stream()
         if caller == self.stream:
             yield
@@ -82,11 +85,10 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def on_share(method: Method) -> Method:
-    """Makes a method queue its work on the share of its object, on any thread: `on_share` of the object enters it.
+    """Makes a method queue its work on its object's share, on any thread, through the object's `on_share`.
 
-    A step that has nothing to overlap may use a split's runner from the stepping thread, whose stream is that of the
-    whole device. The work, and above all the graphs that it captures, which keep the SMs of their stream, belong on the
-    share.
+    A serial step may use a split's runner from the stepping thread, whose stream is the whole device's. The work must
+    still run on the share, and so must captures, because a graph keeps the SMs of its stream.
     """
 
     @wraps(method)
@@ -99,8 +101,10 @@ def on_share(method: Method) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class SmMenu:
-    """The shares of one GPU. `choice` says how they were made. Owns green contexts: `close` it, again and again if need
-    be, when nothing is at work on the shares of splits."""
+    """The shares of one GPU, and how they were made. It owns green contexts.
+
+    `close` it when no work runs on the shares of splits; it may be called again.
+    """
 
     menu: PartitionMenu[SmPartition]
     choice: PartitionChoice
@@ -115,11 +119,10 @@ class SmMenu:
 def open_menu(
     cuda: Any, device_index: int, load_driver: Callable[[], Any], first_work: Callable[[], None] = lambda: None
 ) -> SmMenu:
-    """The best kind of shares that this GPU allows; logs which and why.
+    """Opens the best kind of shares that this GPU allows; logs the kind and the reason.
 
-    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver, where it is installed. first_work: what a
-    thread runs when it first queues on a share. The whole device is a stream of its own, not the default one, which
-    would wait for, and be waited for by, others.
+    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver. first_work: runs when a thread first
+    queues on a share. The whole device has a separate stream, because the default stream synchronises with others.
     """
     num_sms = cuda.get_device_properties(device_index).multi_processor_count
     whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda, FirstWork(first_work))
@@ -130,7 +133,7 @@ def open_menu(
     least, greatest = cuda.Stream.priority_range()
     if greatest < least:
         return _logged(_priority_menu(whole, device_index, greatest, reason))
-    reason += "; no stream priorities (the GPU has but one)"
+    reason += "; no stream priorities (the GPU has only one)"
     note = f"{num_sms} SMs: draft and target run in turn ({reason})"
     return _logged(SmMenu(PartitionMenu(whole, (), note), PartitionChoice("serial", reason)))
 
@@ -150,8 +153,10 @@ def _green_menu(whole: SmPartition, green: GreenSplits, device_index: int) -> Sm
 
 
 def _priority_menu(whole: SmPartition, device_index: int, greatest: int, reason: str) -> SmMenu:
-    """Both shares may use every SM. The draft's kernels are short and go first, or they would queue behind the
-    target's blocks, and what they fill is what those leave."""
+    """Makes shares that may both use every SM.
+
+    The draft has the higher priority: its kernels are short and would otherwise queue behind the target's blocks.
+    """
     cuda = whole.cuda
     draft = SmPartition("draft", whole.size, cuda.Stream(device_index, priority=greatest), cuda, whole.first_work)
     target = SmPartition("target", whole.size, cuda.Stream(device_index, priority=0), cuda, whole.first_work)
@@ -168,37 +173,36 @@ def _logged(menu: SmMenu) -> SmMenu:
 class StreamLanes:
     """Two threads, each queueing on the stream of its share of one GPU; implements core.ports.Lanes.
 
-    Who may read what, when: the host takes turns, but streams do not wait for each other by themselves. So a run of
-    both lanes is a fork and a join of streams. What the calling thread queued before (prompts in the KV pools,
-    sampling parameters, the hidden rows and logits of a step in turn) is ordered before everything on both lanes;
-    everything on both lanes is ordered before what the calling thread queues afterwards (log-probabilities of the
-    target's logits, the next step on the whole device, the next fork). Between fork and join a lane touches the pool of
-    its own model alone. All other work of an engine is queued by the thread that steps, which is bound to the one
-    stream of the whole device. So any two uses of a pool are ordered, on whatever partitions they ran, and memory that
-    torch reuses is no exception: it is freed and taken on one side of a fork or join. The host never waits for any of
+    The host is synchronous, but streams do not wait for each other by themselves. So a run of both lanes is a fork and
+    a join of streams. Work that the calling thread queued before (prompts in the KV pools, sampling parameters, hidden
+    rows and logits of a serial step) is ordered before all work of both lanes. All work of both lanes is ordered before
+    work that the calling thread queues afterwards (log-probabilities, the next step on the whole device, the next
+    fork). Between fork and join a lane uses only its own model's pool. The stepping thread queues all other work of the
+    engine on the stream of the whole device. So any two uses of a pool are ordered, whatever their partitions. Memory
+    that torch reuses is ordered too: it is freed and reused on one side of a fork or join. The host never waits for
     this.
     """
 
     def __init__(self, draft: SmPartition, target: SmPartition) -> None:
         self._cuda = target.cuda
         self._threads = ThreadLanes(draft, target)
-        # One event each for good: a wait is for what had been recorded when it was queued, not for later recordings.
+        # Events are reused: a wait refers to the recording before it was queued, not to later ones.
         self._forked, self._verified, self._proposed = (self._cuda.Event() for _ in range(3))
 
     def on_draft(self, work: Callable[[], Result]) -> Result:
-        """Runs `work` on the draft's thread and stream, between a fork and a join, and waits for the thread."""
+        """Runs `work` on the draft's thread and stream, between a fork and a join; waits for the thread only."""
         return self._alone(self._threads.on_draft, work, self._proposed)
 
     def on_target(self, work: Callable[[], Result]) -> Result:
-        """As on_draft, on the target's thread and stream."""
+        """Runs `work` on the target's thread and stream, as on_draft does."""
         return self._alone(self._threads.on_target, work, self._verified)
 
     def run_both(self, verify: Callable[[], Verified], propose: Callable[[], Proposed]) -> tuple[Verified, Proposed]:
-        """See core.ports.Lanes. The results are ready for what the calling thread queues next."""
+        """See core.ports.Lanes. The calling thread's next work on the device may read the results."""
         caller = self._fork()
         try:
             return self._threads.run_both(self._between(verify, self._verified), self._between(propose, self._proposed))
-        finally:  # also where a phase failed: what it had queued may still run
+        finally:  # even if a phase failed: work that it queued may still run
             caller.wait_event(self._verified)
             caller.wait_event(self._proposed)
 
@@ -219,7 +223,7 @@ class StreamLanes:
         return caller
 
     def _between(self, work: Callable[[], Result], ended: Any) -> Callable[[], Result]:
-        """`work` on a lane: behind the fork, with `ended` recorded behind what it queued, also where it raised."""
+        """Wraps `work` for a lane: it waits for the fork, and `ended` is recorded after it, even if it raises."""
 
         def run() -> Result:
             stream = self._cuda.current_stream()

@@ -1,30 +1,234 @@
 """`TorchPrograms`: the programs of runtime torch, over weights that are read once for all shares of the device.
 
-A decoder's are in torch_segment.py. Those of an EAGLE-3 head are here: what joins the target's hidden states, and the
-one layer, a decoder's but for what queries, keys and values are made of, [norm(embedding), norm(hidden)], and for the
-ids that its logits are of. On CPU tensors the kernels' references run.
+`TorchSegment` is a segment of a decoder, with the layers of engines.decoder. Rows are packed, and only attention
+separates sequences. The last layer computes attention output and MLP for the logit rows only. Norms, rotations and
+logits are float32. One fused kernel of the project runs between two matrix products, because reading and writing rows
+costs as much as a small model's products.
+
+An EAGLE-3 head has two programs: one joins the target's hidden states, the other is its layer. It differs from a
+decoder's layer in the input of queries, keys and values, [norm(embedding), norm(hidden)], and in the ids of its logits.
+On CPU tensors the kernels' references run, so all of this is tested without a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
 from faser_backend.cuda.buffers import FEATURES
-from faser_backend.cuda.call_shapes import CallBounds
+from faser_backend.cuda.call_shapes import PROMPT_ROWS, CallBounds
 from faser_backend.cuda.segment import Launch, SegmentProgram
-from faser_backend.cuda.torch_segment import SegmentCall, Tensors, TorchSegment, feature_slots, head_product
 from faser_backend.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec
 from faser_backend.plugins.add_rms_norm import add_rms_norm
+from faser_backend.plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_num_splits, launch_config
+from faser_backend.plugins.exit_scores import exit_scores
+from faser_backend.plugins.gated_silu import gated_silu
+from faser_backend.plugins.kv_write import write_kv
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
+from faser_backend.plugins.rotate_heads import rotate_heads
+
+Tensors = Mapping[str, torch.Tensor]
+Rotated = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values, by head
+
+VERIFY_ROWS = 8  # rows per sequence that tiles are chosen for, unless the call is a prompt's chunk
+MANY_VERIFY_ROWS = 32  # the same for calls with at least PROMPT_ROWS rows
+
+
+class TorchSegment:
+    """A SegmentProgram in torch. Runners of all shares may share `weights`."""
+
+    packs_tables = True
+
+    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: ModelTensors, num_sms: int) -> None:
+        """num_sms: SMs of the program's share; long contexts are split to fill them."""
+        self.spec = spec
+        self.model = model
+        self.weights = weights
+        self.num_sms = num_sms
+
+    def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
+        """See SegmentProgram. It takes any bounds."""
+        return SegmentCall(self, tensors, bounds).launch
+
+    def num_splits(self, bounds: CallBounds, pool: torch.Tensor) -> int:
+        """Returns the most parts of a context in a call; pool [Hkv, NB, kv_block_size, hd].
+
+        They fill the SMs if all rows belong to one sequence. Parts have a minimum length, so shorter contexts have
+        fewer parts.
+        """
+        model, group = self.model, self.model.num_heads // self.model.num_kv_heads
+        config = launch_config(pool.element_size(), model.head_dim, group, usual_rows(bounds))
+        num_tiles = -(-bounds.num_rows // (config.block_m // group))
+        max_context = bounds.num_blocks * pool.shape[2]
+        return choose_num_splits(1, model.num_kv_heads, max_context, self.num_sms, num_tiles)
+
+
+def usual_rows(bounds: CallBounds) -> int:
+    """Returns the rows per sequence that tiles are chosen for: all in a call without logits, as a prompt's chunk."""
+    if bounds.num_logit_rows == 0:
+        return bounds.max_rows
+    return min(bounds.max_rows, VERIFY_ROWS if bounds.num_rows < PROMPT_ROWS else MANY_VERIFY_ROWS)
+
+
+class SegmentCall:
+    """The segment over the tensors of one call; temporaries come from torch's allocator."""
+
+    def __init__(self, program: TorchSegment, tensors: Tensors, bounds: CallBounds) -> None:
+        self.model = program.model
+        self.spec = program.spec
+        self.weights = program.weights
+        self.tensors = tensors
+        self.bounds = bounds
+        self.num_splits = program.num_splits(bounds, tensors[f"k_pool.{program.spec.first_layer}"])
+
+    def launch(self) -> None:
+        """Runs the layers. An MLP's output is added to hidden by the next norm, or here at the end of the segment."""
+        tensors, weights = self.tensors, self.weights
+        first, last = self.spec.first_layer, self.spec.last_layer
+        is_first, is_last = first == 0, last == self.model.num_layers
+        hidden = functional.embedding(tensors["token_ids"], weights.embedding) if is_first else tensors["hidden"]
+        found = None  # [T, d], not yet added to hidden
+        for layer in range(first, last - is_last):
+            hidden, found = self._layer(layer, hidden, found)
+        if is_last:
+            self._last_layer(hidden, found)
+            return
+        assert found is not None, "a segment has at least one layer"
+        torch.add(hidden, found, out=tensors["hidden_out"])
+        if self.bounds.num_candidates:
+            _, normed = self.norm(tensors["hidden_out"], None, weights.norm)
+            exit_scores(normed, weights.head, tensors["exit_candidates"], tensors["exit_scores"])
+
+    def _last_layer(self, hidden: torch.Tensor, found: torch.Tensor | None) -> None:
+        """Runs the model's last layer, with logits of the wanted rows; without any, only keys and values."""
+        layer, tensors = self.model.num_layers - 1, self.tensors
+        if self.bounds.num_logit_rows == 0:
+            _, qkv = self._qkv(layer, hidden, found)
+            self.write_kv(layer, *qkv)
+            return
+        hidden, found = self._layer(layer, hidden, found, wanted_rows=tensors["logit_rows"])  # [R, d]
+        _, normed = self.norm(hidden, found, self.weights.norm)
+        head_product(normed, self.weights.head, out=tensors["logits"])
+
+    def _layer(
+        self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None, wanted_rows: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs a layer on hidden [T, d] and the addend `found`; returns both after it, [R, d] for wanted rows."""
+        hidden, qkv = self._qkv(layer, hidden, found)
+        return self.attend(layer, hidden, qkv, wanted_rows)
+
+    def attend(
+        self, layer: int, hidden: torch.Tensor, qkv: Rotated, wanted_rows: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Runs the layer from its attention on, see _layer."""
+        weights = self.weights.layers[layer]
+        attended = self._attention(layer, *qkv)  # [T, H * hd]
+        if wanted_rows is not None:
+            attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
+        found = product(attended, weights.attention_out, weights.attention_out_bias)
+        hidden, normed = self.norm(hidden, found, weights.mlp_norm)
+        gate_up = product(normed, weights.gate_up, weights.gate_up_bias)
+        gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        gated_silu(gate_up, gated)
+        return hidden, product(gated, weights.down, weights.down_bias)
+
+    def _qkv(self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, Rotated]:
+        """Returns the layer's input, hidden + found, and its rotated queries, keys and values."""
+        hidden, normed = self.norm(hidden, found, self.weights.layers[layer].input_norm)
+        if layer in self.model.feature_layers:
+            features, index = self.tensors[FEATURES], self.model.feature_layers.index(layer)
+            slots = feature_slots(self.tensors["slot_mapping"], features)
+            features.flatten(0, 1)[:, index].index_copy_(0, slots, hidden)
+        return hidden, self.rotated(layer, normed)
+
+    def rotated(self, layer: int, normed: torch.Tensor) -> Rotated:
+        """Returns rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd], of normed [T, any]."""
+        num_heads, num_kv = self.model.num_heads, self.model.num_kv_heads
+        weights = self.weights.layers[layer]
+        qkv = product(normed, weights.qkv, weights.qkv_bias)
+        qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
+        rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
+        rotate_heads(
+            qkv,
+            self.tensors["positions"],
+            self.weights.rope_cos,
+            self.weights.rope_sin,
+            rotated,
+            num_heads=num_heads,
+            q_norm=weights.q_norm,
+            k_norm=weights.k_norm,
+            eps=self.model.rms_eps,
+        )
+        return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv :]
+
+    def write_kv(self, layer: int, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes keys and values to the pool, which is all that a last layer without logit rows does."""
+        pools = self.tensors[f"k_pool.{layer}"], self.tensors[f"v_pool.{layer}"]
+        write_kv(keys, values, self.tensors["slot_mapping"], *pools)
+
+    def _attention(self, layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Returns attention's output [T, H * hd]; results of padding rows are meaningless and reach no other row."""
+        tensors = self.tensors
+        out = queries.new_empty(queries.shape)
+        pruned_chunk_attention(
+            queries,
+            keys,
+            values,
+            tensors[f"k_pool.{layer}"],
+            tensors[f"v_pool.{layer}"],
+            tensors["block_table"],
+            tensors["cu_rows"],
+            tensors["context_lens"],
+            tensors["slot_mapping"],
+            out,
+            max_rows=usual_rows(self.bounds),
+            num_splits=self.num_splits,
+            min_part_tokens=MIN_TOKENS_PER_SPLIT,
+            table_width=tensors["table_width"],
+        )
+        return out.flatten(1)
+
+    def norm(
+        self, hidden: torch.Tensor, found: torch.Tensor | None, weight: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns hidden + found and its RMS norm, as new tensors: hidden may be an input and must not change."""
+        normed = torch.empty_like(hidden)
+        summed = None if found is None else torch.empty_like(hidden)
+        add_rms_norm(hidden, found, weight, self.model.rms_eps, summed, normed)
+        return hidden if summed is None else summed, normed
+
+
+def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Returns rows [T, in] @ weight [out, in]^T + bias [out], [T, out].
+
+    The bias is added separately: cuBLASLt's fused call reads the stream's green context while it chooses a kernel,
+    which fails during capture.
+    """
+    result = functional.linear(rows, weight)
+    return result if bias is None else result.add_(bias)
+
+
+def feature_slots(slot_mapping: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Returns the rows' indices into flat features [blocks, kv_block_size, ...], int64; padding uses the last block."""
+    return slot_mapping.remainder(features.shape[0] * features.shape[1]).long()
+
+
+def head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
+    """Computes out [R, V] float32 = normed [R, d] @ head [V, d]^T, without rounding to the engine's dtype."""
+    if normed.dtype == torch.float32:
+        torch.mm(normed, head.t(), out=out)
+    elif normed.is_cuda:
+        torch.mm(normed, head.t(), out_dtype=torch.float32, out=out)
+    else:  # a CPU's product has the dtype of its inputs
+        torch.mm(normed.float(), head.t().float(), out=out)
 
 
 class TorchPrograms:
-    """Programs of runtime torch; a segment.ProgramSource. `load` reads, or makes, the weights of a model on the
-    device; models are told apart by their files."""
+    """Programs of runtime torch; a segment.ProgramSource. `load` returns the weights of a model on the device."""
 
     def __init__(self, load: Callable[[ModelEngine], ModelTensors | HeadTensors]) -> None:
         self._load = load
@@ -34,15 +238,15 @@ class TorchPrograms:
     def of_directory(
         cls, engine_dir: Path, dtype: str, device: torch.device, target: ModelEngine | None = None
     ) -> TorchPrograms:
-        """dtype: of the manifest. target: whose embedding a head without one of its own reads."""
+        """dtype: the manifest's. target: provides the embedding of a head that has none."""
 
         def load(model: ModelEngine) -> ModelTensors | HeadTensors:
             path = engine_dir / model.segments[0].file.name
             if model.spec.reads_target:
-                return load_head(path, model.spec, dtype, device, lent_embedding)
+                return load_head(path, model.spec, dtype, device, target_embedding)
             return load_weights(path, model.spec, dtype, device)
 
-        def lent_embedding() -> torch.Tensor:
+        def target_embedding() -> torch.Tensor:
             assert target is not None, "a head without an embedding has a target"
             weights = programs.weights(target)
             assert isinstance(weights, ModelTensors)
@@ -59,13 +263,13 @@ class TorchPrograms:
         return [TorchJoin(join, weights), TorchHeadLayer(model.spec, layer, weights, num_sms)]
 
     def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
-        """Loaded when they are first asked for."""
+        """Returns the weights of a model; the first call loads them."""
         if model.files not in self._weights:
             self._weights[model.files] = self._load(model)
         return self._weights[model.files]
 
     def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
-        """Kernels of ours take any call."""
+        """Returns None: the project's kernels take any call."""
 
     def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:
         return sum(model.num_weight_bytes for model in models if model.files not in self._weights)
@@ -75,16 +279,16 @@ class TorchPrograms:
 
 
 class TorchJoin:
-    """Segment 0 of a head: rows of the target's hidden states to one each. A device.cuda.segment.SegmentProgram."""
+    """Segment 0 of a head, a SegmentProgram: joins each row's hidden states of the target into one."""
 
-    packs_tables = False  # it has none
+    packs_tables = False  # it reads no block tables
 
     def __init__(self, spec: SegmentSpec, weights: HeadTensors) -> None:
         self.spec = spec
         self._matrix = weights.join  # [hidden_size, num_features * hidden_size of the target]
 
     def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
-        """See SegmentProgram. Any bounds can be taken."""
+        """See SegmentProgram. It takes any bounds."""
         features = tensors[FEATURES]
 
         def launch() -> None:
@@ -96,15 +300,15 @@ class TorchJoin:
 
 
 class TorchHeadLayer(TorchSegment):
-    """Segment 1 of a head."""
+    """Segment 1 of a head, its layer."""
 
     def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
-        """num_sms: as of TorchSegment."""
+        """num_sms: see TorchSegment."""
         super().__init__(model, spec, weights.layer, num_sms)
         self.head = weights
 
     def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
-        """See SegmentProgram. hidden_out [R, d] may be hidden [T, d] itself where all rows have logits."""
+        """See SegmentProgram. hidden_out [R, d] may be hidden [T, d] itself if all rows have logits."""
         return _HeadCall(self, tensors, bounds).launch
 
 
@@ -114,7 +318,7 @@ class _HeadCall(SegmentCall):
         self._head = program.head
 
     def launch(self) -> None:
-        """The layer, with logits and hidden states of the wanted rows; merely keys and values where none are."""
+        """Runs the layer, with logits and hidden states of the wanted rows; without any, only keys and values."""
         tensors, weights, eps = self.tensors, self.weights, self.model.rms_eps
         embedded = functional.embedding(tensors["token_ids"], weights.embedding)
         _, of_tokens = self.norm(embedded, None, weights.layers[0].input_norm)
@@ -129,8 +333,7 @@ class _HeadCall(SegmentCall):
         self._put_logits(normed, tensors["logits"])
 
     def _put_logits(self, normed: torch.Tensor, logits: torch.Tensor) -> None:
-        """logits [R, vocab_size]: -inf at ids that the head does not know. Over the target's ids, because noise,
-        penalties and filters are keyed by those: a sampler that shares them with the target knows nothing of heads."""
+        """Writes logits [R, vocab_size] by the target's ids, which samplers use; ids without logits get -inf."""
         token_ids = self._head.token_ids
         if token_ids is None:
             head_product(normed, self.weights.head, out=logits)

@@ -1,6 +1,6 @@
 """Weights of a model on a device, read from its safetensors file once for the runners of all shares.
 
-Matrices are kept [out, in], as matrix products of a GPU like them best. Knows names of the file, no layers' maths.
+Matrices are stored [out, in], the fastest layout for a GPU's matrix products.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensors:
-    """A decoder's weights on a device. `head` is `embedding` itself where they are tied."""
+    """A decoder's weights on a device. `head` is `embedding` itself if they are tied."""
 
     embedding: torch.Tensor  # [vocab_size, hidden_size]
     layers: tuple[LayerTensors, ...]
@@ -49,9 +49,9 @@ class ModelTensors:
 
 
 def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) -> ModelTensors:
-    """Reads the file that faser_backend.engines.weights_build wrote; dtype: of the manifest.
+    """Reads the file that engines.weights_build wrote; dtype: the manifest's.
 
-    Raises ConfigError where a tensor is missing, is of another dtype, or is none that these layers know.
+    Raises ConfigError if a tensor is missing, unknown or of another dtype.
     """
     check_supported(spec)
     reader = _Reader(path, DTYPES[dtype], device)
@@ -66,24 +66,28 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadTensors:
-    """An EAGLE-3 head's weights on a device. `layer` is its one layer with what a decoder has around it; its qkv takes
-    [2 * hidden_size], and its head has a row for each logit."""
+    """An EAGLE-3 head's weights on a device.
+
+    `layer` is its one layer as a decoder: qkv reads [2 * hidden_size], and `head` has a row per logit.
+    """
 
     layer: ModelTensors
     hidden_norm: torch.Tensor  # [hidden_size] float32
     join: torch.Tensor  # [hidden_size, features of all layers, side by side]
-    token_ids: torch.Tensor | None  # [num_logits] int64, the ids that logits are of; None: all, in order
+    token_ids: torch.Tensor | None  # [num_logits] int64, the id of each logit; None: all, in order
 
 
 def load_head(
-    path: Path, spec: ModelSpec, dtype: str, device: torch.device, lent_embedding: Callable[[], torch.Tensor]
+    path: Path, spec: ModelSpec, dtype: str, device: torch.device, target_embedding: Callable[[], torch.Tensor]
 ) -> HeadTensors:
-    """Reads the file of a head that engines.weights_build wrote. lent_embedding: asked for the target's where
-    the head has none. Errors as of load_weights."""
+    """Reads the file of a head that engines.weights_build wrote. Raises as load_weights does.
+
+    target_embedding: returns the target's embedding, which is used if the head has none.
+    """
     reader = _Reader(path, DTYPES[dtype], device)
-    embedding = reader.matrix("embedding") if "embedding" in reader.names else lent_embedding()
+    embedding = reader.matrix("embedding") if "embedding" in reader.names else target_embedding()
     token_ids, head = reader.integers("token_ids"), reader.matrix("lm_head")
-    is_id = token_ids < spec.vocab_size  # rows that pad the vocabulary have been cut from the target
+    is_id = token_ids < spec.vocab_size  # the target has no padding rows of the vocabulary
     if not bool(is_id.all()):
         token_ids, head = token_ids[is_id], head[is_id]
     is_whole = torch.equal(token_ids, torch.arange(spec.vocab_size, device=device))
@@ -99,16 +103,16 @@ def load_head(
 
 
 def check_supported(spec: ModelSpec) -> None:
-    """Raises ConfigError naming what runtime torch cannot run."""
+    """Raises ConfigError for a model that runtime torch cannot run."""
     if spec.num_experts:
-        raise ConfigError(f"num_experts = {spec.num_experts}: runtime torch runs models without experts alone")
+        raise ConfigError(f"num_experts = {spec.num_experts}: runtime torch runs only models without experts")
 
 
 def _read_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerTensors:
     prefix = f"layers.{layer}."
 
     def matrix(*names: str) -> torch.Tensor:
-        """Matrices of the file [in, out], turned, one below the other."""
+        """Concatenates the transposes of matrices [in, out]."""
         return torch.cat([reader.matrix(prefix + name).t() for name in names])
 
     def bias(is_there: bool, *names: str) -> torch.Tensor | None:
@@ -131,7 +135,7 @@ def _read_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerTensors:
 
 
 class _Reader:
-    """Reads a weight file tensor by tensor, straight to the device, and knows what was not asked for."""
+    """Reads a weight file tensor by tensor to the device, and tracks unread tensors."""
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._path = path
@@ -147,7 +151,7 @@ class _Reader:
         return self._read(name, torch.float32)
 
     def bias(self, name: str) -> torch.Tensor:
-        """Added to products of the engine's dtype, so of that dtype itself."""
+        """Reads a bias in the engine's dtype, because it is added to products of that dtype."""
         return self._read(name, torch.float32).to(self._dtype)
 
     def integers(self, name: str) -> torch.Tensor:

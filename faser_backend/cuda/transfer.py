@@ -1,8 +1,8 @@
-"""Small arrays to the device and results back, in order with the current stream and with no other.
+"""Copies small arrays to the device and results back, ordered with the current stream only.
 
-Pinned memory comes from torch's own cache, which gives a buffer out again only when the copies that were queued
-from it have run: so buffers need no owner here, and threads with streams of their own do not get in each
-other's way. On a torch CPU device the same functions simply copy.
+Pinned memory comes from torch's cache, which reuses a buffer only after the copies queued from it have run. So buffers
+need no owner, and threads with different streams do not disturb each other. On a torch CPU device the functions just
+copy.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """A copy of the array; queued where the device is a GPU, not waited for."""
+    """Returns a copy of the array on the device; on a GPU the copy is queued, not waited for."""
     if device.type != "cuda":
         return torch.from_numpy(array.copy())
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
 def copy_to_device(array: np.ndarray, target: torch.Tensor) -> None:
-    """As to_device, into a tensor of the array's shape that is there already."""
+    """Copies the array into a tensor of its shape, as to_device does."""
     host = torch.from_numpy(array)
     target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
 
@@ -34,7 +34,7 @@ def upload(block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
 
 
 def to_host(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """Copies of tensors of one device, after one wait: for what the current stream has queued so far."""
+    """Copies tensors of one device to the host, after one wait for all work of the current stream."""
     is_cuda = tensors[0].is_cuda
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
@@ -43,7 +43,7 @@ def to_host(*tensors: torch.Tensor) -> list[np.ndarray]:
         done = torch.cuda.Event()
         done.record()
         done.synchronize()  # without the interpreter lock, so that the other lane goes on
-        # Pinned memory records events on the streams that used it when it is freed: no result may keep it, or it could
-        # outlive the stream of a share.
+        # Freeing pinned memory records events on the streams that used it. So no result keeps it: it could outlive the
+        # stream of a share.
         return [copy.numpy().copy() for copy in copies]
     return [copy.numpy() for copy in copies]

@@ -8,7 +8,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.cuda.call_shapes import CallBounds
-from faser_backend.cuda.tensorrt_segment import bucket_limits, profiles_of_split
+from faser_backend.cuda.tensorrt_programs import bucket_limits, profiles_of_split
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
 from faser_backend.serving.compose import check_call_limits

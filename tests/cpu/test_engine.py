@@ -1,7 +1,9 @@
-"""Whole engines of runtime llvm: however the demo pair's tokens are decoded, they are those of plain decoding."""
+"""Engines of runtime llvm end to end: no policy, batch or preemption changes a token; numpy keeps to one thread."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.serving.runtimes import identity_of, open_runtime
 from tests.support.forcing import Forced, at_random, forced
 from tests.support.harness import drive, guessed
+from tests.support.serving_pair import build_pair
 
 MAX_TOKENS, EXIT_LAYERS = 40, (2, 4)
 Tokens = dict[str, list[int]]
@@ -106,3 +109,37 @@ def test_splits_cost_no_memory_and_times_are_kept_by_who_computes(opened) -> Non
     runtime, _ = opened
     assert "weights" not in runtime.splits_note
     assert set(identity_of("llvm")) == {"cpu", "num_cores", "matrix_units", "numba", "llvmlite"}
+
+
+CODE = """
+import sys
+from pathlib import Path
+import numpy as np
+from threadpoolctl import threadpool_info
+from faser_backend.core.config import EngineConfig
+from faser_backend.serving.compose import open_engine
+
+numpys = {each["filepath"] for each in threadpool_info()}  # other packages bring libraries of their own
+
+def threads():
+    return max(each["num_threads"] for each in threadpool_info() if each["filepath"] in numpys)
+
+before = threads()
+engine, _ = open_engine(Path(sys.argv[1]), EngineConfig.from_options())
+print(before, threads())
+engine.close()
+"""
+
+
+def test_an_open_engine_leaves_one_thread_to_numpy(tmp_path: Path):
+    """Numpy's other threads would stay awake on the engine's cores."""
+    environment = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "2"}
+    ended = subprocess.run(
+        [sys.executable, "-c", CODE, str(build_pair(tmp_path))],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.stdout.split() == ["2", "1"], ended.stderr

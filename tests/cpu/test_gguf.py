@@ -109,7 +109,7 @@ def test_engines_compute_with_the_weights_of_the_file(name: str, tmp_path: Path)
         np.testing.assert_array_equal(found[matrix], weight, err_msg=matrix)
 
 
-EXPERTS = {"experts": ("Q8_0", {}, {"variant": "qwen3_moe", "moe_intermediate_size": 32}, ())}
+EXPERTS = {"experts": ("Q4_0", {}, {"variant": "qwen3_moe", "moe_intermediate_size": 32}, ())}
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_1_with_Q8_0_embedding_tied", "Q8_0_with_F16_head", *EXPERTS])
@@ -136,7 +136,7 @@ def test_the_comparison_notices_rows_in_another_order(tmp_path: Path) -> None:
 def test_exit_scores_are_of_the_heads_format(tmp_path: Path) -> None:
     """Those of a head in another format than the layers' are close to ONNX Runtime's from float32."""
     file = tmp_path / "model.gguf"
-    write(file, "Q4_1", {HEAD: "Q8_0"})
+    write(file, "Q8_0", {HEAD: "F16"})
     build_engines(file, file, tmp_path / "llvm", kv_block_size=BLOCK_SIZE, exit_layers=(1,), kv_cache_dtype="fp32")
     runners = (open_runner(tmp_path / "llvm"), GatheredRunner(file, tmp_path, exit_layers=(1,), block_size=BLOCK_SIZE))
     candidates = np.random.default_rng(2).integers(0, VOCAB_SIZE, (9, 4))

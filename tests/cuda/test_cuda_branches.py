@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from faser_backend.cuda import choice, torch_segment, transfer
+from faser_backend.cuda import choice, torch_programs, transfer
 from faser_backend.cuda.noise import TorchNoise
 from faser_backend.cuda.pool import LogitsBuffer
 from faser_backend.cuda.runtime import first_products
@@ -98,13 +98,13 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
 def test_the_head_gives_float32_whatever_its_weights_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     with faked([], monkeypatch):
         logits = LogitsBuffer(CUDA).rows(3, VOCAB)
-        torch_segment.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
+        torch_programs.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
         assert (logits.dtype, tuple(logits.shape), logits.device) == (torch.float32, (3, VOCAB), CUDA)
-        bias = torch_segment.product(empty(3, 16, dtype=dtype), empty(8, 16, dtype=dtype), empty(8, dtype=dtype))
+        bias = torch_programs.product(empty(3, 16, dtype=dtype), empty(8, 16, dtype=dtype), empty(8, dtype=dtype))
         assert bias.shape == (3, 8) and bias.dtype == dtype
         first_products(CUDA, dtype)
         with pytest.raises(RuntimeError):  # the check sees a shape that does not fit
-            torch_segment.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
+            torch_programs.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
 
 
 def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

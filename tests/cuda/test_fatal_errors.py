@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from faser_backend.core.errors import FaserError
-from faser_backend.cuda.fatal import is_fatal
+from faser_backend.cuda.graphs import is_fatal
 from faser_backend.cuda.runtime import first_products
-from faser_backend.cuda.torch_segment import product
+from faser_backend.cuda.torch_programs import product
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from tests.support.harness import FakeEngine, open_fake, request
 

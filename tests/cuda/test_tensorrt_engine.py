@@ -13,8 +13,7 @@ import torch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
-from faser_backend.cuda.tensorrt_engine import EngineFile, EngineStore, cache_path
-from faser_backend.cuda.tensorrt_segment import bucket_limits, open_segments
+from faser_backend.cuda.tensorrt_programs import EngineFile, EngineStore, bucket_limits, cache_path, open_segments
 from faser_backend.engines.build import build_engines
 from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests.support.ort_engines import OrtContext, OrtEngine
@@ -127,7 +126,7 @@ def test_a_directory_that_cannot_be_written_is_said(store: EngineStore, tmp_path
     store.new_context(engine_file(tmp_path / "gone" / "a.engine", RecordingEngine()), is_captured=True)
     with caplog.at_level(logging.WARNING):
         store.close()
-    assert "compiled kernels cannot be kept" in caplog.text
+    assert "compiled kernels cannot be stored" in caplog.text
 
 
 def test_all_shares_of_a_model_work_in_one_memory(store: EngineStore, tmp_path: Path) -> None:

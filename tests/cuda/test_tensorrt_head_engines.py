@@ -121,7 +121,7 @@ def test_calls_too_large_for_graphs_are_no_different(
     built: Built, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They share a context, and have hidden states of their own."""
-    for module in ("tensorrt_segment", "runner"):
+    for module in ("tensorrt_programs", "runner"):
         monkeypatch.setattr(f"faser_backend.cuda.{module}.MAX_GRAPH_ROWS", 4)
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
     engine.step_runner.observers.append(checker.observe)
@@ -172,7 +172,7 @@ def test_an_engine_never_writes_what_it_is_reading(
     built: Built, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The layer's hidden states go where its next call reads them: by a copy, else the contexts here object."""
-    monkeypatch.setattr("faser_backend.cuda.tensorrt_segment._apart", lambda *_: {})
+    monkeypatch.setattr("faser_backend.cuda.tensorrt_programs._apart", lambda *_: {})
     engine = open_engine(built, "fixed:3")
     drive(engine, make_requests(2, is_greedy=True))
     engine.close()

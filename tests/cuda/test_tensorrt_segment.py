@@ -16,8 +16,16 @@ from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
-from faser_backend.cuda.tensorrt_engine import NO_DEVICE, EngineStore, ProfileRange, cache_path
-from faser_backend.cuda.tensorrt_segment import TensorRtSegment, bucket_limits, choose_profile, open_segments
+from faser_backend.cuda.tensorrt_programs import (
+    NO_DEVICE,
+    EngineStore,
+    ProfileRange,
+    TensorRtSegment,
+    bucket_limits,
+    cache_path,
+    choose_profile,
+    open_segments,
+)
 from faser_backend.engines.tensorrt_buckets import MAX_VERIFY_ROWS
 from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests.support.ort_engines import OrtStore, write_rtx_model
@@ -46,7 +54,7 @@ class Opened:
         exit_layers: tuple[int, ...] = (),
         dtype: str = "fp32",
     ) -> None:
-        monkeypatch.setattr("faser_backend.cuda.tensorrt_segment.current_stream", lambda: 7)
+        monkeypatch.setattr("faser_backend.cuda.tensorrt_programs.current_stream", lambda: 7)
         self.model = write_rtx_model(source, directory, exit_layers=exit_layers, kv_block_size=BLOCK_SIZE, dtype=dtype)
         self.store = OrtStore(directory, self.model)
         self.programs = open_segments(self.model, directory, self.store, CPU)  # type: ignore[arg-type]
@@ -138,7 +146,7 @@ def test_a_call_shape_is_bound_once_in_the_memory_of_all(source: Path, tmp_path:
 
 
 def test_calls_too_large_for_graphs_share_a_context(source: Path, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("faser_backend.cuda.tensorrt_segment.MAX_GRAPH_ROWS", 8)
+    monkeypatch.setattr("faser_backend.cuda.tensorrt_programs.MAX_GRAPH_ROWS", 8)
     monkeypatch.setattr("faser_backend.cuda.runner.MAX_GRAPH_ROWS", 8)
     opened = Opened(source, tmp_path, monkeypatch)
     tokens = np.random.default_rng(0).integers(0, 97, 60)
@@ -188,7 +196,7 @@ def test_tensors_that_are_not_the_engines_are_refused(source: Path, tmp_path: Pa
     for name, (tensor, message) in wrong.items():
         with pytest.raises(ConfigError, match=message):
             program.prepare({**tensors, name: tensor}, BOUNDS)
-    with pytest.raises(ConfigError, match="tensor logits: nobody provides it"):
+    with pytest.raises(ConfigError, match="tensor logits: the runner does not provide it"):
         program.prepare({name: tensor for name, tensor in tensors.items() if tensor is not logits}, BOUNDS)
 
 

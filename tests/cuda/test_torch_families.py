@@ -74,7 +74,7 @@ def test_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="experts"):
         build_engines(source, source, tmp_path / "engine", runtime="torch")
     model = write_torch_engine(source, tmp_path / "torch")
-    with pytest.raises(ConfigError, match="num_experts = 8: runtime torch runs models without experts"):
+    with pytest.raises(ConfigError, match="num_experts = 8: runtime torch runs only models without experts"):
         load_weights(tmp_path / "torch" / model.segments[0].file.name, model.spec, "fp32", CPU)
 
 

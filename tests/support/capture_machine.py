@@ -157,7 +157,7 @@ def computed(machine: CaptureMachine, replay: Launch, launch: Launch) -> Launch:
 
 def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
     """Products and waits of the real code are those of the machine, too."""
-    from faser_backend.cuda import draft_loop, sampler, torch_programs, torch_segment
+    from faser_backend.cuda import draft_loop, sampler, torch_programs
 
     def before(module: Any, name: str, notice: Callable[[], None]) -> None:
         inner = getattr(module, name)
@@ -169,7 +169,6 @@ def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
         monkeypatch.setattr(module, name, noticed)
 
     for name in ("product", "head_product"):
-        before(torch_segment, name, machine.product)
-    before(torch_programs, "head_product", machine.product)
+        before(torch_programs, name, machine.product)
     for module in (draft_loop, sampler):
         before(module, "to_host", machine.wait)

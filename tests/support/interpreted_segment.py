@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.cuda import torch_segment
+from faser_backend.cuda import torch_programs
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, reference_logits, write_model
@@ -24,7 +24,7 @@ TABLES = np.array([[5], [3]])
 
 
 def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_segment, "MIN_TOKENS_PER_SPLIT", 4)  # so that these contexts have several parts
+    monkeypatch.setattr(torch_programs, "MIN_TOKENS_PER_SPLIT", 4)  # so that these contexts have several parts
     assert runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1, device=CPU)), "kernels are interpreted"
     reference: Any = random_model("qwen3", num_hidden_layers=2, max_position_embeddings=512)
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=(1,))

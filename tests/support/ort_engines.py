@@ -24,8 +24,7 @@ import torch
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.cuda.runtime import CudaRuntime, open_on_device
-from faser_backend.cuda.tensorrt_engine import EngineFile, ProfileRange
-from faser_backend.cuda.tensorrt_segment import TensorRtPrograms
+from faser_backend.cuda.tensorrt_programs import EngineFile, ProfileRange, TensorRtPrograms
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
@@ -221,5 +220,5 @@ def graphs_are_engines(patch: pytest.MonkeyPatch) -> None:
         return open_on_device(OrtPrograms(engine_dir, models), models, manifest.kv_block_size, dtype=manifest.dtype)
 
     patch.setattr(TensorRtCompiler, "compile_segment", write_graph)
-    patch.setattr("faser_backend.cuda.tensorrt_segment.current_stream", lambda: 7)
+    patch.setattr("faser_backend.cuda.tensorrt_programs.current_stream", lambda: 7)
     patch.setattr("faser_backend.cuda.runtime.open_cuda_runtime", open_runtime)

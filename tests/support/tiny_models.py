@@ -61,7 +61,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "llama_attention_bias": ("llama", {"attention_bias": True}),
     "llama_all_biases_tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3": ("qwen3", {"head_dim": 16}),

@@ -12,7 +12,7 @@ from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.graphs import GraphCapturer
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
-from faser_backend.cuda.torch_segment import TorchSegment
+from faser_backend.cuda.torch_programs import TorchSegment
 from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.pairs import open_checkpoint
