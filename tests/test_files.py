@@ -1,4 +1,4 @@
-"""Files that nobody should open as they are: each is one error, at once, without a traceback."""
+"""Unreadable files and directories: each gives one error at once, without a traceback."""
 
 from __future__ import annotations
 

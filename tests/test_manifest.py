@@ -1,4 +1,4 @@
-"""Engine directories that load, and the many that must not; builds that must be refused."""
+"""Engine directories that load, damaged ones that are refused, and builds that are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds as processes on disk: what reading costs, what an interruption leaves behind, what is mapped."""
+"""Builds as processes: memory while reading, files after an interruption, mapped files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def end_child_at(moment: str, number: signal.Signals, source: Path, output: Path) -> int:
-    """Ends a build with a signal at a moment of its progress; returns its status."""
+    """Ends a build with a signal at a point of its progress, and returns its status."""
     command = [sys.executable, "-c", CHILD, str(source), str(output), moment]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
         assert child.stdout is not None and child.stdout.readline() == "there\n"
@@ -99,7 +99,7 @@ def test_sharded_checkpoints_give_the_same_engine(source: Path, tmp_path: Path) 
 
 
 def test_tensors_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
-    """Old checkpoints hold rotary buffers, and some a copy of a head that is tied."""
+    """Old checkpoints have rotary buffers, and some have a copy of a tied head."""
     plain = write_model(random_model("qwen2_tied"), tmp_path / "plain")
     laden = shutil.copytree(plain, tmp_path / "laden")
     tensors = load_file(laden / "model.safetensors")
@@ -110,7 +110,6 @@ def test_tensors_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
 
 
 def test_checkpoints_of_links_are_followed(source: Path, tmp_path: Path) -> None:
-    """A download cache keeps files elsewhere, under other names, and links to them."""
     blobs, links = tmp_path / "blobs", tmp_path / "snapshot"
     blobs.mkdir()
     links.mkdir()
@@ -122,7 +121,7 @@ def test_checkpoints_of_links_are_followed(source: Path, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 23])
 def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Files of arrays that are written row by row, some rows at a time, or whole."""
+    """Arrays are written row by row, some rows at a time, or whole, with equal results."""
     monkeypatch.setattr("faser_backend.engines.arrays.BLOCK_ELEMENTS", block)
     monkeypatch.setattr("faser_backend.engines.arrays.TURNED_COLUMNS", 3)
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The shipped demo pair, end to end in process: equal tokens however they are decoded, and transformers.
+"""The shipped demo pair in process: tokens equal transformers' in every mode of decoding.
 
 A subset of scripts/check_equality.py, which runs all prompts.
 """

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads whose layer is a kernel of ours: against a dense reference, in any company, in every format."""
+"""EAGLE-3 heads whose layer is the project's kernel, against a dense reference, in any batch and format."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 class Built:
-    """A target and a head, built together, and the references of both."""
+    """A target and a head that were built together, with references of both."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Built:
         self.reference = ReferenceHead(self.head_dir, embedding)
 
     def features(self, token_ids: np.ndarray) -> torch.Tensor:
-        """Hidden states that the target's reference feeds to the head's layers, side by side: [n, 3 * hidden_size]."""
+        """Returns the target's hidden states for the head, joined: [n, 3 * hidden_size]."""
         with torch.no_grad():
             run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
         return torch.cat([run.hidden_states[layer][0] for layer in FEATURE_LAYERS], dim=-1)
 
 
 def same_logits(found: np.ndarray, wanted: np.ndarray, error: float = MAX_ERROR) -> bool:
-    """Within the error, and -inf for the same ids."""
+    """Returns whether logits are equal within the error, and -inf for the same ids."""
     is_known = np.isfinite(wanted)
     if not np.array_equal(is_known, np.isfinite(found)):
         return False
@@ -113,13 +113,13 @@ class Runners:
         self.head = LlvmHeadRunner(models[1], directory, cores, pools[1], models[0], num_threads=num_threads)
 
     def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
-        """The target reads these rows, then the head the next tokens beside them. Returns the head's logits."""
+        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
         run_all(self.target, make_rows(tokens, starts, counts, tables))
         rows = make_rows([t[1:] for t in tokens], starts, counts, tables)
         return run_all(self.head, rows)
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
-        """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
+        """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""
         blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
         return np.concatenate([array[table[blocks], offsets] for array in self.features.values()], axis=1)
 
@@ -129,7 +129,7 @@ class Runners:
 
 
 def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
-    """Ragged chunks of three sequences; the target is cut before a layer whose input is wanted."""
+    """Three sequences have ragged chunks; the target is cut before a layer whose input is needed."""
     rng, runners = np.random.default_rng(0), Runners(built.directory)
     tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
     tables = shuffled_tables(rng, 3)
@@ -151,7 +151,7 @@ def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
 
 
 def chain_of(runners: Runners, chunk: int, *, is_packed: bool) -> list[np.ndarray]:
-    """Logits of three sequences: [20, vocab_size] read in chunks, then [3, vocab_size] of 3 greedy steps."""
+    """Returns logits of three sequences: [20, vocab_size] from chunks, then [3, vocab_size] from 3 greedy steps."""
     sequences = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 21) for seed in range(3)]
     tables = np.random.default_rng(9).permutation(NUM_BLOCKS)[:18].reshape(3, 6)
     groups = [[0, 1, 2]] if is_packed else [[0], [1], [2]]
@@ -197,7 +197,7 @@ def test_a_row_has_the_same_bits_in_any_company_on_any_threads(built: Built) -> 
 
 @pytest.mark.parametrize("built", ["gqa"], indirect=True)
 def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
-    """Negative control: the comparison would notice a tensor that is left out or read from the wrong place."""
+    """Negative control: the comparison notices a tensor that is missing or read from the wrong position."""
     rng, runners = np.random.default_rng(3), Runners(built.directory)
     tokens = rng.integers(0, VOCAB_SIZE, 12)
     logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
@@ -217,7 +217,6 @@ def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
 
 
 def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> None:
-    """The target's matrices are halves, the head's float32, as its checkpoint has them."""
     built = Built(tmp_path, weights="bf16", kv_cache_dtype="fp32")
     assert built.manifest.draft is not None
     assert built.manifest.target.weight_format.formats == ("bf16",) * 3
@@ -240,7 +239,7 @@ def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> No
 
 
 def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Logits of the engine's head for tokens beside hidden states, on the engine's runtime."""
+    """Returns logits of the engine's head for tokens and hidden states, on the engine's runtime."""
     manifest = EngineManifest.load(directory)
     runtime = open_runtime(directory, manifest, EngineConfig())
     assert manifest.draft is not None
@@ -253,7 +252,7 @@ def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, tab
 
 
 def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
-    """The layer under vLLM's name, an embedding of its own, half precision, explicit layers."""
+    """The head has vLLM's name of the layer, an embedding, half precision and explicit layers."""
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
     rng = np.random.default_rng(2)
     own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))

@@ -1,4 +1,4 @@
-"""EAGLE-3 checkpoints: what is recognised, and one error that names file, field and value for everything else."""
+"""EAGLE-3 checkpoints: accepted ones, and one error naming file, field and value for all others."""
 
 from __future__ import annotations
 

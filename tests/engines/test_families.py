@@ -1,4 +1,4 @@
-"""Every model family and variant against transformers: packed, paged, chunked and cut runs give dense logits."""
+"""Every model family and variant: packed, paged, chunked and cut runs have the logits of transformers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BLOCK_SIZE = 4
 
 
 def build(source: Path, directory: Path, exit_layers: tuple[int, ...] = (), **options: Any) -> EngineManifest:
-    """In float32, whatever the checkpoint's format, unless another is asked for."""
+    """Builds in float32, whatever the checkpoint's format, unless another is given."""
     options = {"weights": "fp32", "kv_cache_dtype": "fp32", "kv_block_size": BLOCK_SIZE, **options}
     manifest = build_engines(source, source, directory, exit_layers=exit_layers, **options)
     assert EngineManifest.load(directory) == manifest
@@ -99,7 +99,7 @@ def test_logits_equal_those_of_transformers(
     ],
 )
 def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, tmp_path: Path) -> None:
-    """Negative control: each part that a variant adds shows in the logits."""
+    """Negative control: each part that a variant adds changes the logits."""
     model = random_model(variant)
     manifest = build(write_model(model, tmp_path / "source"), tmp_path / "engine")
     with torch.no_grad():
@@ -109,13 +109,13 @@ def test_the_comparison_notices_one_wrong_tensor(variant: str, parameter: str, t
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_segments_for_tensorrt_rtx_give_the_same_logits(variant: str, tmp_path: Path) -> None:
-    """Their graphs hold standard ops alone, so that ONNX Runtime can run what TensorRT-RTX compiles."""
+    """These graphs have only standard ops, so ONNX Runtime can run them."""
     model = random_model(variant)
     source = write_model(model, tmp_path / "source")
     runner = GatheredRunner(source, tmp_path / "fp32", exit_layers=(1,), num_blocks=NUM_BLOCKS)
     assert largest_error(runner, model, seed=4) <= MAX_ERROR
     half = GatheredRunner(source, tmp_path / "fp16", exit_layers=(1,), num_blocks=NUM_BLOCKS, dtype="fp16")
-    # rounding can make a row choose another expert, which is a step and no small error
+    # rounding can make a row choose another expert, which is not a small error
     assert MAX_ERROR < largest_error(half, model, seed=4) <= (2.0 if "moe" in variant else 0.5)
 
 

@@ -1,4 +1,4 @@
-"""GGUF files against transformers: every architecture and type of tensors, rows in order, factors of positions."""
+"""GGUF files against transformers: architectures, types of tensors, order of rows, rotary factors."""
 
 from __future__ import annotations
 

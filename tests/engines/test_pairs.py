@@ -1,4 +1,4 @@
-"""Drafts and targets that differ: what is cut to fit, what is refused, and that the pair then decodes losslessly."""
+"""Drafts and targets that differ: padded rows are cut, mismatches are refused, and pairs decode losslessly."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.trtllm_models import write_trtllm
 
 
 def source(path: Path, variant: str = "llama3_rope", *, num_tokens: int = 97, **changes: object) -> Path:
-    """A checkpoint whose tokenizer has num_tokens tokens, whatever rows its vocabulary has."""
+    """Writes a checkpoint whose tokenizer has num_tokens tokens, whatever rows its vocabulary has."""
     directory = write_model(random_model(variant, **changes), path)
     write_tokenizer(directory, num_tokens)
     return directory
@@ -57,7 +57,7 @@ def test_vocabularies_padded_differently_are_cut_to_their_tokenizer(tmp_path: Pa
 
 
 def test_ids_without_a_token_are_never_drawn_and_speculation_stays_lossless(tmp_path: Path) -> None:
-    """The padding rows of the target's head outbid every other: plain argmax would always take them."""
+    """The padding rows of the target's head have the largest logits: plain argmax would always choose them."""
     tokenizer = byte_level_tokenizer()
     num_tokens = tokenizer.get_vocab_size()
     for name, rows, seed in (("target", num_tokens + 15, 0), ("draft", num_tokens + 3, 1)):

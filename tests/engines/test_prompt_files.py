@@ -1,4 +1,4 @@
-"""Prompt files: how they are read and ordered, what engines make of them, and what is refused or left out."""
+"""Prompt files: reading, order, requests made from them, and prompts that are refused or left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dimensions of well-known models, typed by hand and not read from their files, and the parameters they add up to."""
+"""Dimensions of well-known models, from their published configs, and their numbers of parameters."""
 
 from __future__ import annotations
 
@@ -139,7 +139,6 @@ def test_llama3_scaling_keeps_fast_frequencies_and_slows_down_the_slow_ones() ->
 
 
 def test_tables_of_long_contexts_equal_those_of_short_ones() -> None:
-    """They are computed some thousand positions at a time."""
     long, short = (spec_of("Qwen3-0.6B", max_position_embeddings=size) for size in (9000, 5000))
     for one, other in zip(rotary_tables(long), rotary_tables(short), strict=True):
         np.testing.assert_array_equal(one[:5000], other)

@@ -1,4 +1,4 @@
-"""Engines of TensorRT-RTX, built here by the real compiler: tensors, profiles, sizes, determinism, progress."""
+"""Engines of TensorRT-RTX by the real compiler: tensors, profiles, sizes, determinism, progress."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The demo pair, its target cut once, for each dtype: half a minute of compiling on a slow core."""
+    """Builds the demo pair, its target cut once, per dtype: half a minute on a slow core."""
     root = tmp_path_factory.mktemp("demo")
     for dtype in ("fp16", "fp32"):
         build_engines(
@@ -92,8 +92,8 @@ def check_tensors(segment: SegmentSpec, layers: range, dtype: str, *, inputs: se
 
 
 def test_half_precision_engines_hold_half_the_weights(demo: dict[str, Path]) -> None:
-    """Matrices stay in the dtype though products are summed in float32. Not so the head, whose logits are float32:
-    so the target's first segment, which has none."""
+    """Matrices stay in the dtype, though products are summed in float32. The head, whose logits are float32, does not;
+    so the test takes the target's first segment, which has no head."""
     config = json.loads((DEMO / "target" / "config.json").read_text())
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     num_weights = EXIT_LAYER * (4 * hidden * hidden + 3 * hidden * inner) + config["vocab_size"] * hidden
@@ -132,7 +132,7 @@ def test_networks_have_the_tensors_and_profiles_of_the_manifest(dtype: str, tmp_
 
 
 def test_profiles_of_a_split_get_the_stream_of_their_models_share() -> None:
-    """TensorRT-RTX has the attribute too, though only full TensorRT is built for splits."""
+    """TensorRT-RTX also has the attribute, though only full TensorRT is built for splits."""
     compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), 4, print, print)
     compiler._options = TensorRtOptions(split_streams={"16/116": SplitStreams(draft=1234, target=5678)})
     builder = compiler.tensorrt.module.Builder(compiler.tensorrt.error_log().logger)
@@ -150,7 +150,7 @@ def without_hashes(manifest: EngineManifest) -> EngineManifest:
 
 
 def test_the_same_inputs_give_the_same_manifest_and_progress_names_phases(source: Path, tmp_path: Path) -> None:
-    """But for the engines' hashes: TensorRT-RTX writes other bytes in every build, of equal number."""
+    """Only the engines' hashes differ: TensorRT-RTX writes other bytes in every build, of equal number."""
     calls: list[tuple[str, int, int]] = []
     first = build_tiny(source, tmp_path / "first", progress=lambda *call: calls.append(call))
     assert EngineManifest.load(tmp_path / "first") == first
@@ -187,7 +187,7 @@ def test_an_error_in_a_report_stops_the_compiler_and_is_raised(source: Path, tmp
 
 
 def test_an_interrupt_stops_the_compiler_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
-    """SIGINT while TensorRT works on its own thread and the main one waits."""
+    """SIGINT arrives while TensorRT runs on its thread and the main thread waits."""
     seen = []
 
     def report(what: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""Limits and buckets of TensorRT builds, and what a manifest says of them. No TensorRT is needed here."""
+"""Limits and buckets of TensorRT builds, and their checks in a manifest. TensorRT is not needed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def edited(engine: Path, directory: Path, change: dict[str, object], bucket: dict[str, object] | None = None) -> Path:
-    """A copy of the manifest beside links to the files, with fields changed and a bucket given to the draft."""
+    """Copies the manifest with changed fields and a bucket of the draft, and links the files."""
     directory.mkdir()
     for path in engine.iterdir():
         (directory / path.name).symlink_to(path)

@@ -1,4 +1,4 @@
-"""`faser build`: which options go with which runtime, and what it prints."""
+"""`faser build`: options of each runtime, and its output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Failures of TensorRT, its absence or its engines: one clear error each, from the real library."""
+"""Failures of TensorRT, a missing TensorRT and damaged engines: one clear error each."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_sound_engine_needs_a_driver(rtx: TensorRt, engine: bytes) -> None:
     ids=["empty", "junk", "flavour", "half", "last byte", "header"],
 )
 def test_damaged_engines_are_named_as_such_even_without_a_driver(rtx: TensorRt, engine: bytes, damage, words) -> None:
-    """The driver's absence, which is logged as well, does not hide what is wrong."""
+    """The missing driver, which is also logged, does not hide the error."""
     error = load_error(rtx, damage(engine))
     assert words in error and "cudaError" not in error
 
@@ -98,7 +98,7 @@ def test_engines_of_another_version_are_refused_by_name(rtx: TensorRt) -> None:
 def test_a_missing_tensorrt_names_the_extra_to_install(
     runtime: str, blocked: list[str], extra: str, tmp_path: Path
 ) -> None:
-    """In a process of its own whose import system does not find the library, through the command line."""
+    """Runs the command in a process whose import system does not find the library."""
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
         "from faser_backend.cli.main import main\n"
@@ -144,7 +144,6 @@ def test_options_that_cannot_be_built_are_refused(options: dict, message: str, s
 
 
 def test_what_the_compiler_refuses_names_engine_and_stage(source: Path, tmp_path: Path) -> None:
-    """Turing has no float32 products in TensorRT-RTX, and logits are float32."""
     options = TensorRtOptions(compute_capabilities=("7.5",))
     with pytest.raises(TensorRtError, match=r"target\.0\.onnx: build: .*Turing.*FP32 GEMM is not supported"):
         build_engines(source, source, tmp_path / "out", runtime="tensorrt_rtx", dtype="fp16", tensorrt=options)
@@ -167,7 +166,7 @@ def test_full_tensorrt_says_that_it_needs_a_gpu() -> None:
 
 
 def test_a_setter_that_only_logs_its_refusal_is_noticed(rtx: TensorRt) -> None:
-    """The reason why every stage ends with a check: nothing is raised, and the build would go on."""
+    """Every stage ends with a check because nothing is raised: the build would continue."""
     log = rtx.error_log()
     builder = rtx.module.Builder(log.logger)
     config = builder.create_builder_config()

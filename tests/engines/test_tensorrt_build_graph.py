@@ -1,4 +1,4 @@
-"""The graphs that TensorRT gets: the RTX body gives a dense run's logits in ONNX Runtime, the plugin body is bare."""
+"""Graphs for TensorRT: RTX's has a dense run's logits in ONNX Runtime, the plugin's has nodes without attributes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tables_of(rng: np.random.Generator, num_sequences: int, width: int) -> np.nd
 
 
 def largest_error(source: Path, runner: GatheredRunner, seed: int) -> float:
-    """Over ragged prefill chunks and ragged steps of three sequences in shuffled blocks."""
+    """Returns the largest error over ragged chunks and steps of three sequences in shuffled blocks."""
     rng = np.random.default_rng(seed)
     reference = reference_model(source)
     sequences = [rng.integers(0, 97, int(n)) for n in rng.integers(9, 40, 3)]
@@ -125,7 +125,7 @@ def test_a_wrong_context_changes_the_logits(source: Path, tmp_path: Path) -> Non
 
 
 def test_half_precision_segments_run_and_stay_close(source: Path, tmp_path: Path) -> None:
-    """fp16 in ONNX Runtime too: random weights of scale 0.25 make logits of some tens."""
+    """ONNX Runtime runs fp16 too. Random weights of scale 0.25 make logits of some tens."""
     runner = GatheredRunner(source, tmp_path, dtype="fp16", exit_layers=(1,))
     types = {tensor.name: tensor.dtype for graph in runner.graphs for tensor in (*graph.inputs, *graph.outputs)}
     assert {types[name] for name in ("hidden", "hidden_out", "k_pool.0", "v_new.2")} == {"float16"}

@@ -1,4 +1,4 @@
-"""Layer information of engines: which layers move a KV pool as a whole."""
+"""Layer information of engines: layers that copy a KV pool are found."""
 
 from __future__ import annotations
 

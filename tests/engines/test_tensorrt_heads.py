@@ -59,7 +59,6 @@ def head_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_real_compiler_takes_a_head_and_its_target(source: Path, head_dir: Path, tmp_path: Path) -> None:
-    """The target cut before a layer whose input the head reads."""
     calls: list[tuple[str, int, int]] = []
     manifest = build_engines(
         source,
@@ -112,7 +111,7 @@ def tensors_of(tensors: tuple[TensorSpec, ...]) -> dict[str, TensorSpec]:
 def test_a_head_and_its_target_have_no_profiles_of_splits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They take turns on the whole device; a pair of models has profiles of every split."""
+    """Head and target run serially on the whole device; a pair of models has profiles of every split."""
     monkeypatch.setattr(TensorRtCompiler, "compile_segment", lambda self, onnx, segment, buckets, path: path.touch())
     compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), BLOCK_SIZE, print, print)
     compiler._options = TensorRtOptions(LIMITS, split_streams={"16/116": SplitStreams(draft=1, target=2)})
@@ -128,7 +127,7 @@ def test_a_head_and_its_target_have_no_profiles_of_splits(
 
 
 class PluginHead:
-    """The head's two graphs as full TensorRT's parser reads them, in ONNX's reference evaluator."""
+    """The head's two graphs for full TensorRT, in ONNX's reference evaluator."""
 
     def __init__(self, source: Path, head_dir: Path, directory: Path) -> None:
         target = open_checkpoint(source)
@@ -152,7 +151,7 @@ class PluginHead:
             path.write_bytes(changed.SerializeToString())
             self._runs.append(ReferenceEvaluator(str(path), new_ops=ops))
         shape = (HEAD["num_key_value_heads"], NUM_BLOCKS, BLOCK_SIZE, HEAD["head_dim"])
-        # What lies behind a mask counts nothing, but is multiplied: it has to be numbers.
+        # Masked values are multiplied by 0, so they must be finite.
         self._pools = {f"{name}_pool.0": np.full(shape, 9.0, np.float32) for name in "kv"}
 
     def join(self, features: torch.Tensor) -> np.ndarray:
@@ -162,7 +161,7 @@ class PluginHead:
         return np.asarray(joined)
 
     def run(self, tokens: np.ndarray, hidden: np.ndarray, first: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of one sequence at positions from `first` on, its blocks in falling order -> logits, hidden."""
+        """Runs rows of one sequence at positions from `first` on, its blocks in descending order -> logits, hidden."""
         num_rows = tokens.size
         table = np.arange(NUM_BLOCKS, dtype=np.int32)[::-1].copy()
         positions = first + np.arange(num_rows)
@@ -190,7 +189,7 @@ def reference(source: Path, head_dir: Path) -> ReferenceHead:
 def test_the_plugins_graph_of_a_head_gives_a_dense_runs_logits(
     source: Path, head_dir: Path, reference: ReferenceHead, tmp_path: Path
 ) -> None:
-    """A prompt in two chunks on the target's hidden states, then two tokens on the head's own."""
+    """The head runs a prompt in two chunks on the target's hidden states, then two tokens on its own."""
     head = PluginHead(source, head_dir, tmp_path)
     assert head.op_types == ["AttendSplits", "CombineSplits"]
     rng = np.random.default_rng(0)
@@ -212,7 +211,7 @@ def test_the_plugins_graph_of_a_head_gives_a_dense_runs_logits(
 
 
 def draft_with_head(directory: Path, policy: str) -> tuple[dict[str, list[int]], int]:
-    """Tokens of greedy requests, and how many tokens the head drafted."""
+    """Returns tokens of greedy requests, and the number of drafted tokens."""
     config = EngineConfig.from_options(policy=policy, max_num_seqs=4, max_prefill_tokens=16)
     engine = build_engine(directory, config)
     tokens = drive(engine, make_requests(is_greedy=True)).tokens
@@ -224,7 +223,6 @@ def draft_with_head(directory: Path, policy: str) -> tuple[dict[str, list[int]],
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("runtime", ["tensorrt_rtx", "tensorrt"])
 def test_heads_on_a_gpu_draft_chains(runtime: str, tmp_path: Path) -> None:
-    """Captured graphs and the loop of chains are on the way."""
     try:
         import_tensorrt("rtx" if runtime == "tensorrt_rtx" else "full")
     except TensorRtError as error:

@@ -1,4 +1,4 @@
-"""TensorRT-LLM checkpoints: however a model was shared among ranks, the engines are those of the whole model."""
+"""TensorRT-LLM checkpoints: for every sharding of a model, engines equal those of the whole model."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_logits_equal_those_of_transformers(variant: str, tp: int, tmp_path: Pat
 def test_any_way_of_sharing_a_model_gives_its_tensors_back(
     variant: str, changes: dict, shared: dict, tmp_path: Path
 ) -> None:
-    """97 tokens are padded to 98 or 100 rows; fewer KV heads than ranks are held more than once."""
+    """97 tokens are padded to 98 or 100 rows; with fewer KV heads than ranks, each is held more than once."""
     model = random_model(variant, **changes)
     whole, parts = write_model(model, tmp_path / "whole"), write_trtllm(model, tmp_path / "shared", **shared)
     opened = [open_checkpoint(path) for path in (whole, parts)]

@@ -1,4 +1,4 @@
-"""Formats of matrices, keys and values that a build is asked for or chooses, and what it says of them."""
+"""Formats of matrices, keys and values: given ones, defaults, and their report by a build."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TORCH_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def round_matrices(source: Path, dtype: torch.dtype) -> None:
-    """Rounds what a format rounds, in place: all matrices but routers."""
+    """Rounds all matrices except routers as a format does, in place."""
     path = source / "model.safetensors"
     tensors = load_file(path)
     is_stored = {name: tensor.ndim == 2 and not name.endswith("mlp.gate.weight") for name, tensor in tensors.items()}
@@ -79,7 +79,7 @@ def test_a_target_alone_decides_for_itself_and_other_runtimes_by_their_dtype(tmp
 
 
 def test_the_command_says_what_keys_and_values_are_kept_in(run, tmp_path):
-    """Only where that is not what the engine computes in."""
+    """The command reports it only if it differs from the dtype of the arithmetic."""
     source = write_checkpoint(tmp_path / "source", dtype=torch.float16)
     command = ("build", "--target", source, "--draft", source, "--output", tmp_path / "engine")
     status, said, _ = run(*command)

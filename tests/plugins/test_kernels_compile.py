@@ -1,4 +1,4 @@
-"""Every kernel compiles to a cubin for the three architectures, as it is launched, and fits them; no GPU is needed."""
+"""Every kernel compiles to a cubin for three architectures, and fits their limits. No GPU is needed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ def compile_attention(
     *,
     is_split: bool = False,
 ) -> Compiled:
-    """The kernel as the launcher runs it for such a call."""
     config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
     signature = dict.fromkeys(("q", "k_new", "v_new", "k_pool", "v_pool"), f"*{dtype}:16")
     signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"), "*i32")
@@ -121,7 +120,7 @@ SMALL_KERNELS = {
     ),
 }
 NUM_WARPS = {"add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
-# The first norm of a model has nothing to add, and most models do not norm their heads.
+# The first norm of a model adds nothing, and most models have no norms of heads.
 OPTIONAL = {"add_rms_norm_kernel": ("delta", "summed"), "rotate_heads_kernel": ("q_norm", "k_norm")}
 
 
@@ -151,7 +150,7 @@ def test_attention_compiles_within_its_device(capability, variant):
     assert compiled.shared_bytes <= min(bound, shared_limit(capability))
     assert compiled.spill_bytes <= 32
     assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
-    assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # and never less
+    assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # and never fewer
     tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
     assert max(tiles_ahead) >= 2 * (config.num_stages - 2), "keys and values are not loaded ahead"
     products = "fma" if dtype == "fp32" else "mma"
@@ -167,7 +166,7 @@ def test_small_kernels_compile(capability, name):
     assert compiled.spill_bytes == 0 and compiled.shared_bytes <= 48 * 1024
     wide = r"ld\.global\.v" if name in {"rotate_heads_kernel", "gated_silu_kernel", "write_kv_kernel"} else "v4"
     assert re.search(wide, compiled.ptx) or name == "write_kv_kernel", "wide loads"
-    # Near 1, where the largest noise comes from, the fast logarithm of a GPU has hardly a true digit.
+    # Near 1, which gives the largest noise, a GPU's fast logarithm has almost no correct digit.
     assert "lg2.approx" not in compiled.ptx
 
 
@@ -192,7 +191,7 @@ def test_parameters_are_those_that_a_launch_passes():
 
 
 class DriverOfNoDevice:
-    """Answers to what the compiler asks a GPU's driver before it launches."""
+    """A stand-in for the GPU driver that the compiler queries before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)

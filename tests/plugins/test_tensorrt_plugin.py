@@ -1,4 +1,4 @@
-"""The attention plugin without a GPU: its contract in numbers, and what is baked into engines.
+"""The attention plugin without a GPU: its contract, and the kernels in its engines.
 
 It is registered with a recording fake, as full TensorRT cannot be installed here.
 """
@@ -97,14 +97,13 @@ def attention_tensors() -> list[TensorDesc]:
 
 
 def launch_at(launched: tuple) -> tuple[tuple[int, ...], list[int]]:
-    """Grid and whole numbers for SIZES."""
     params, numbers = launched[2:]
     grid = (params.grid_x, params.grid_y, params.grid_z)
     return tuple(size if isinstance(size, int) else size.at(SIZES) for size in grid), [n.at(SIZES) for n in numbers]
 
 
 def check_passed(compiled: Compiled, tensors: list[TensorDesc], launched: tuple, outputs: list[TensorDesc]) -> None:
-    """Checks that TensorRT passes - inputs, whole numbers, outputs - what the kernel takes, by type."""
+    """Checks that TensorRT's arguments (inputs, integers, outputs) match the kernel's parameters by type."""
     types = {DataType.FLOAT: "*fp32", DataType.BF16: "*bf16", DataType.INT32: "*i32", DataType.INT64: "*i64"}
     passed = [*(types[t.dtype] for t in tensors), *["i32"] * len(launched[3]), *(types[t.dtype] for t in outputs)]
     assert [kind for _, kind in compiled.parameters] == passed
@@ -168,7 +167,7 @@ def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> N
 
 
 def entry_parameters(ptx: str) -> list[str]:
-    """Widths of what the kernel's entry point takes, in order."""
+    """Returns the widths of the entry point's parameters, in order."""
     entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", ptx)
     assert entry is not None
     return re.findall(r"\.param \.(\w+)", entry[1])

@@ -1,4 +1,4 @@
-"""The graph that full TensorRT's parser reads: attributes, two nodes for one, and the same results as before.
+"""The rewritten graph for full TensorRT: attributes, two nodes for one, and the same results.
 
 ONNX's reference evaluator runs it with stand-ins for the ops; a dense run of the model is the reference.
 The parser of TensorRT-RTX is that of full TensorRT up to making the plugin.
@@ -45,14 +45,14 @@ GEOMETRY = Geometry(
 
 
 def attended(*tensors: np.ndarray) -> np.ndarray:
-    """The reference of the op; writes the pools in place, as the kernel does."""
+    """Computes the op's reference; writes the pools in place, as the kernel does."""
     out = torch.zeros(tensors[0].shape)
     reference.pruned_chunk_attention(*map(torch.from_numpy, tensors), out)
     return out.numpy()
 
 
 class AttendSplits(OpRun):
-    """All of the result in the first part."""
+    """A stand-in that puts the whole result in the first part."""
 
     op_domain = NAMESPACE
 
@@ -129,7 +129,7 @@ def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
 
 
 def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:
-    """It finds the op by name and namespace, and hands the node's attributes over as fields."""
+    """The parser finds the op by name and namespace, and passes the node's attributes as fields."""
     path = source / "parsed.onnx"
     path.write_bytes(plugin_network(model, GEOMETRY).SerializeToString())
     command = [sys.executable, "-m", "tests.support.parse_plugin_network", str(path)]
