@@ -148,7 +148,7 @@ def add_category_speedups(categories: Categories, reference: Categories) -> None
 
 
 def category_rows(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Returns table rows of one load, one per category and contestant, sorted by category."""
+    """Yields table rows of one load, one per category and contestant, sorted by category."""
     for category in rows[0]["categories"] if rows else ():
         for row in rows:
             yield {"category": category, "policy": row["policy"], **row["categories"][category]}

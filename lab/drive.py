@@ -1,10 +1,9 @@
-"""Drives engines in this process, real or simulated: no server, no text, no network.
+"""Drives engines in this process, real or simulated, without a server, text or network.
 
-A closed loop keeps a number of requests in flight; an open loop submits each one when it is due, whether or not the
-engine keeps up. The loop itself is the engine's step thread; where nothing is running time goes on to the next request
-at once. Engines that serve the same load take turns, each by a clock of its own: a shared machine is a tenth faster or
-slower from one second to the next. Of six engines alike, 8 requests each, one came out at 0.87 to 1.16 times their mean
-when they ran one after the other (standard deviation 6.1 %), with turns of 0.05 s at 0.98 to 1.02 (0.9 %).
+A closed loop keeps a number of requests in flight. An open loop submits each request when it is due, whether or not the
+engine keeps up. The loop is the engine's step thread; while the engine is idle, its clock skips to the next request.
+Engines with the same load run alternately, each by its own clock, because a shared machine's speed varies by a tenth
+within seconds. Six equal engines differ by 6.1 % (standard deviation) one after the other, and by 0.9 % alternately.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ def take_turns(
 
 
 def turn_orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
-    """The order of each repeat: another one begins every time, so that nobody always follows the same neighbour."""
+    """Yields the order of each repeat. It rotates, so that no engine always follows the same neighbour."""
     for repeat in range(repeats):
         first = repeat % max(len(names), 1)
         yield [*names[first:], *names[:first]]
@@ -169,8 +168,7 @@ class InProcess:
             raise
 
     def open(self, name: str, config: EngineConfig, engine_dir: Path | None = None) -> None:
-        """One engine more, of another directory of the same model if one is given. Raises ConfigError, and stays as it
-        was."""
+        """Opens one more engine, of another directory of the same model if one is given. Raises ConfigError."""
         self._clocks[name] = OwnClock()
         self._engines[name] = build_engine(engine_dir or self._engine_dir, config, self._clocks[name])
 
@@ -206,7 +204,7 @@ class InProcess:
         return take_turns(runs, self._clocks, on_turn)
 
     def request(self, index: int, job: Job) -> Request:
-        """The job under this number."""
+        """Returns the engine's request for a job."""
         return Request(
             request_id=str(index),
             prompt_ids=np.array(job.prompt_ids or self._tokenizer.encode(job.prompt).ids, dtype=np.int64),
@@ -277,8 +275,10 @@ def finished(run: Generator[float, None, T]) -> T:
 def write_all(
     engine: Engine, requests: Sequence[Request], on_step: Callable[[float], None] = lambda share: None
 ) -> dict[str, list[int]]:
-    """The tokens of all requests by id, submitted at once; on_step: called with the share that is answered. Raises
-    FaserError where one fails."""
+    """Submits all requests at once. Returns their tokens by id. Raises FaserError if one fails.
+
+    on_step: called after each step with the share that is answered.
+    """
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
     num_ended = 0
     for request in requests:

@@ -77,7 +77,7 @@ def parse_gpu(line: str) -> dict[str, str]:
 
 
 def installed_versions(names: tuple[str, ...]) -> dict[str, str | None]:
-    """Returns the version of a package, or None if it is not installed."""
+    """Returns versions of packages by name; None: not installed."""
     found: dict[str, str | None] = {}
     for name in names:
         try:

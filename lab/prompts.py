@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -82,11 +83,8 @@ def load_prompt_set(
             "leave --chat out, or build again from a checkpoint that has one"
         )
     limit, reason = _longest(manifest, limits)
-    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, formats)
-    try:
+    with closing(TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, formats)) as tokenizer:
         found = [_tokenised(prompt, tokenizer, is_chat=is_chat) for prompt in read_prompts(path)]
-    finally:
-        tokenizer.close()
     max_chars = math.inf if limits.max_prompt_chars is None else limits.max_prompt_chars
     kept = [prompt for prompt in found if len(prompt.text) <= max_chars and len(prompt.token_ids) <= limit]
     if limits.max_prompt_chars is not None:

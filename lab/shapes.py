@@ -120,7 +120,7 @@ def row_flops(spec: ModelSpec) -> float:
 
 
 class AttentionShape(NamedTuple):
-    """Returns a call of B sequences with `rows` rows each behind `context` tokens."""
+    """A call of B sequences with `rows` rows each behind `context` tokens."""
 
     num_sequences: int
     context: int

@@ -87,7 +87,7 @@ class StepLog:
 
 
 class Lost(NamedTuple):
-    """Returns the number of untested draft tokens that would have been accepted, by reason."""
+    """Counts of untested draft tokens that would have been accepted, by reason."""
 
     to_trim: int
     to_exit: int

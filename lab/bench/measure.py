@@ -202,7 +202,7 @@ class Ladder:
 
 
 def trace_jobs(trace: Trace, maker: PromptMaker, temperature: float, seed: int) -> list[Job]:
-    """A job of each request's lengths. Job i draws with seed + i."""
+    """Returns a job per request of the trace. Job i samples with seed + i."""
     pairs = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     return [
         Job(maker.prompt(num_prompt, index), num_output, temperature, seed + index)

@@ -17,7 +17,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -131,13 +131,10 @@ def measure_process(
     named: Mapping[str, tuple[Path, str]], prompts: list[Prompt], args: argparse.Namespace
 ) -> list[Row]:
     most = max(integers(args.clients))
-    place = InProcess(args.engine_dirs[0], {})
-    try:
+    with closing(InProcess(args.engine_dirs[0], {})) as place:
         for name, (directory, policy) in named.items():
             place.open(name, config_of(policy, max_num_seqs=most, num_threads=args.threads), directory)
         return measure_loads(in_turns(place), list(named), prompts, args, "process")
-    finally:
-        place.close()
 
 
 def measure_servers(

@@ -17,19 +17,19 @@ SHARED: dict[str, dict[str, Any]] = {
     "policies": {"help": "separated by commas; the first is the reference"},
     "clients": {"help": "requests in flight, separated by commas"},
     "temperatures": {"help": "separated by commas"},
-    "threads": {"type": int, "help": "of each engine, server or call"},
+    "threads": {"type": int, "help": "threads of each engine, server or call"},
     "repeats": {"type": int},
-    "max-tokens": {"type": int, "help": "of an answer"},
+    "max-tokens": {"type": int, "help": "tokens of an answer"},
     "seed": {"type": int, "default": 0},
-    "serve-options": {"default": "", "help": "more options for `faser serve`, separated by blanks"},
+    "serve-options": {"default": "", "help": "more options for `faser serve`, separated by spaces"},
     "json": {"type": Path, "help": "file to write figures into"},
-    "name": {"help": "of the files that are written"},
+    "name": {"help": "stem of the files"},
     "output": {"type": Path, "default": RESULTS},
 }
 
 
 def make_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser of these shared options and of those that have a default here (max_tokens for --max-tokens)."""
+    """Returns a parser of these shared options, and of those with a default here (max_tokens for --max-tokens)."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in dict.fromkeys([*names, *(name.replace("_", "-") for name in defaults)]):
         options = dict(SHARED[name])
@@ -50,14 +50,14 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
         ".txt: lines of text; default: the demo pair's held-out prompts. Categories are asked in turn"
     )
     parser.add_argument("--prompts", type=Path, help=help_text)
-    help_text = "prompts are messages, to which the engines' chat template is applied; answers end where the model ends"
+    help_text = "apply the engines' chat template to each prompt; the model ends answers"
     parser.add_argument("--chat", action="store_true", help=help_text)
-    help_text = "longer prompts are left out and counted, as are those that the engines' context cannot hold"
+    help_text = "leave out longer prompts, and those that do not fit the context"
     parser.add_argument("--max-prompt-chars", type=int, help=help_text)
 
 
 def asked_prompts(args: argparse.Namespace, engine_dir: Path) -> PromptSet:
-    """The prompts that the command line names. Ends the program with one line where they cannot be asked."""
+    """Returns the prompts that the command line names. Ends the program with one line if they are unusable."""
     limits = PromptLimits(args.max_tokens, max_prompt_chars=args.max_prompt_chars)
     try:
         manifest = EngineManifest.load(engine_dir)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -213,9 +214,8 @@ def write_dialogues(
     total, next_index = Corpus(directory).num_tokens, len(shard_paths(directory))
     if total >= options.tokens:
         return
-    writer = Writer(engine_dir, feature_layers, options, next_index)
     done: list[Dialogue] = []
-    try:
+    with closing(Writer(engine_dir, feature_layers, options, next_index)) as writer:
         while total < options.tokens:
             done += writer.step()
             if len(done) >= options.dialogues_per_shard:
@@ -223,5 +223,3 @@ def write_dialogues(
                 total += sum(dialogue.num_tokens for dialogue in done)
                 next_index, done = next_index + 1, []
                 on_tokens(total)
-    finally:
-        writer.close()
