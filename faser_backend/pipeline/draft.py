@@ -16,9 +16,8 @@ from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler, TreeSampler
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft_tree import DIFFERENCE, Level, node_rows, propose_trees
-from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.propose import Proposal
-from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, token_range_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.acceptance import PURPOSE_DRAFT, draw, rank_drawn
 from faser_backend.policy.speculation import MAX_DRAFT_LAG

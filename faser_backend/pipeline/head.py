@@ -17,9 +17,8 @@ from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRu
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.draft_tree import HEAD_DIFFERENCE, Level, node_rows
-from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.propose import Proposal
-from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
 

@@ -16,9 +16,8 @@ from faser_backend.core.plan import PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, ModelRunner, Partition, Sampler
 from faser_backend.core.request import NUM_CONTEXT_TOP
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.model_call import run_model
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.rows import token_range_rows
+from faser_backend.pipeline.rows import run_model, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 

@@ -1,4 +1,4 @@
-"""Packs sequences into the row batches of a step. Pure index arithmetic, no model calls."""
+"""Packs sequences into the row batches of model calls, and runs a batch through a whole model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
 from faser_backend.core.frontier import Frontier
+from faser_backend.core.ports import DeviceArray, ModelRunner
 from faser_backend.core.sequence import Sequence
 
 _NO_ROWS = np.zeros(0, np.int64)
@@ -112,3 +113,11 @@ def keep_rows(rows: RowBatch, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarra
     np.cumsum(num_kept, out=cu_rows[1:])
     shorter = RowBatch(rows.token_ids[kept], cu_rows, rows.context_lens, rows.block_tables, np.arange(kept.size))
     return shorter, kept
+
+
+def run_model(runner: ModelRunner, rows: RowBatch) -> DeviceArray:
+    """Runs all segments. Returns logits [R, V] of rows.logit_rows; the pool then holds the rows' K/V."""
+    output = runner.run_segment(0, rows, None)
+    for segment in range(1, runner.num_segments):
+        output = runner.run_segment(segment, rows, output)
+    return output

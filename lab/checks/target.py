@@ -9,7 +9,7 @@ import numpy as np
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.manifest import EngineManifest
-from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.rows import run_model
 from faser_backend.serving.runtimes import open_runtime
 
 

@@ -26,7 +26,7 @@ from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.pairs import checked_device, write_untrained_head
 from faser_backend.lab.prompts import DEMO_PROMPTS
 from faser_backend.manifest import EngineManifest
-from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.rows import run_model
 from faser_backend.plugins.tensorrt_import import Flavour, TensorRtError, import_tensorrt
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.demo_engine import DEMO_PAIR

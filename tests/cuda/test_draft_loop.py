@@ -13,7 +13,7 @@ from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.cpu.sampler import NumpySampler
-from faser_backend.pipeline.model_call import run_model
+from faser_backend.pipeline.rows import run_model
 from faser_backend.pipeline.step import StepRunner
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, SequentialLanes
