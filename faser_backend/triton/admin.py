@@ -16,27 +16,26 @@ _RAISED = re.compile(r"TritonModelException: (.*?)(?:\n\nAt:|;?\n|$)", re.DOTALL
 
 
 class AdminError(FaserError):
-    """The server refuses, or cannot be reached."""
+    """The server refuses a call, or does not answer."""
 
 
 class Administration:
-    """Asks one server. Every method raises AdminError."""
+    """A client of one server's administration. Every method raises AdminError."""
 
     def __init__(self, address: str, key: str) -> None:
         """address: HOST:PORT of Triton's HTTP port."""
         self._address, self._key = address, key
 
     def config(self, model: str) -> dict[str, Any]:
-        """The configuration that a model was loaded with."""
+        """Returns the configuration that a model was loaded with."""
         return json.loads(self._ask(f"/v2/models/{model}/config", 10.0))
 
     def load(self, model: str, config: dict[str, Any], timeout_s: float) -> None:
-        """Loads a model with this configuration. One that is loaded answers until the new one can, and then what it has
-        begun; where the new one cannot be loaded, it stays."""
+        """Loads a model. A loaded one serves until the new one is ready, and stays if loading fails."""
         self._ask(f"/v2/repository/models/{model}/load", timeout_s, {"parameters": {"config": json.dumps(config)}})
 
     def unload(self, model: str, timeout_s: float) -> None:
-        """The model is not ready from now on; what it has begun it answers."""
+        """Makes a model not ready. It finishes its requests."""
         self._ask(f"/v2/repository/models/{model}/unload", timeout_s, {})
 
     def _ask(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> bytes:
@@ -57,10 +56,10 @@ def _reason(error: urllib.error.HTTPError) -> str:
     """Returns the error that a model raised, else Triton's."""
     text = error.read().decode(errors="replace")
     try:
-        told = str(json.loads(text)["error"])
+        message = str(json.loads(text)["error"])
     except (ValueError, KeyError, TypeError):
-        told = text.strip() or f"status {error.code}"
+        message = text.strip() or f"status {error.code}"
     if error.code == 403:
-        return f"the server refuses: its admin key is another ({told})"
-    raised = _RAISED.search(told)
-    return raised[1].strip() if raised else told
+        return f"the server refuses the admin key ({message})"
+    raised = _RAISED.search(message)
+    return raised[1].strip() if raised else message

@@ -1,7 +1,7 @@
-"""Signs of life: loops of the server's processes leave them in passing, `faser serve` watches whether they still come.
+"""Heartbeats of the loops in the server's processes, and the watch with which `faser serve` finds hung processes.
 
-A process that is stopped, or a loop that waits for ever, looks alive from outside: its requests would wait as long.
-The signs lie in memory that processes share, so that no disk can hold a loop up.
+A stopped process, or a loop that waits forever, looks alive from outside, and its requests would wait as long. A
+heartbeat is a counter in shared memory, so that no disk can delay a loop.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from faser_backend.serving.processes import cpu_seconds, is_stopped
 from faser_backend.triton.launch_folder import PREFIX, SHARED_MEMORY
 
 _log = logging.getLogger(__name__)
-MAX_LOOK_S = 1.0  # that one look may add to a silence: whoever watches may itself have been stopped, with all the rest
-BUSY_SHARE = 0.1  # of one core, from which a process computes
-BUSY_FACTOR = 20  # times the limit that a process may compute without a sign: a first, long step, a compilation
+MAX_CHECK_S = 1.0  # of silence that one check may add: the watching process may itself have been stopped
+BUSY_SHARE = 0.1  # of one core: a process above it is busy
+BUSY_FACTOR = 20  # multiplies the limit of a busy process, for a first, long step or a compilation
 _COUNT = struct.Struct("Q")
 _numbers = itertools.count()
 
 
 class Heartbeat:
-    """The signs of one loop, from its first one to `close`.
+    """The heartbeat of one loop, from its first beat to `close`.
 
-    launch_folder: of `faser serve`. In a server that was started otherwise nobody watches, and no sign is left.
+    launch_folder: of `faser serve`. A server that was started otherwise is not watched, and beats do nothing.
     """
 
     def __init__(self, launch_folder: Path) -> None:
@@ -42,7 +42,7 @@ class Heartbeat:
         self._count = 0
 
     def beat(self) -> None:
-        """Called by the loop in every round, idle ones too."""
+        """Counts one iteration of the loop. Called in idle ones too."""
         if self._memory is None:
             if self._path is None:
                 return
@@ -52,17 +52,17 @@ class Heartbeat:
             _COUNT.pack_into(self._memory, 0, self._count)
 
     def _open(self, path: Path) -> None:
-        # Not before the first sign: until then an engine may load for minutes.
+        # With the first beat, as an engine may load for minutes before.
         try:
             with path.open("xb+", buffering=0) as file:
-                file.write(bytes(_COUNT.size))  # takes the memory now: later a full /dev/shm would kill the process
+                file.write(bytes(_COUNT.size))  # allocates now: a later write to a full /dev/shm is fatal
                 self._memory = mmap.mmap(file.fileno(), _COUNT.size)
         except OSError as error:
-            _log.warning("no signs of life are left, nobody can tell whether this process hangs: %s", error)
+            _log.warning("no heartbeat, so a hang of this process will not be noticed: %s", error)
             self._path = None
 
     def close(self) -> None:
-        """From now on nobody waits for a sign. Called once the loop has ended."""
+        """Ends the watch. Call once the loop has ended."""
         path, self._path, self._memory = self._path, None, None
         if path is not None:
             path.unlink(missing_ok=True)
@@ -71,26 +71,26 @@ class Heartbeat:
 @dataclass(slots=True)
 class _Sign:
     pid: int
-    value: object  # another one is progress
+    value: object  # a change is progress
     cpu_s: float  # of the process at the last progress
     silent_s: float = 0.0
 
 
 class HangWatch:
-    """Tells which processes have been silent for too long: a loop in them left no sign, or they are stopped."""
+    """Finds processes without progress: a loop in them has no heartbeat, or they are stopped."""
 
     def __init__(self, name: str, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """name: of the launch folder. limit_s: a process that computes meanwhile has BUSY_FACTOR times as long."""
+        """name: of the launch folder. limit_s: without progress; busy processes have BUSY_FACTOR times as long."""
         self._name, self._limit_s, self._clock = name, limit_s, clock
         self._signs: dict[object, _Sign] = {}
-        self._looked_s = clock()
+        self._checked_s = clock()
 
     def hung(self, pids: Iterable[int]) -> dict[int, float]:
-        """Returns those of these processes that hang, and for how many seconds. To be asked every second or so."""
+        """Returns the hung processes among pids, and for how many seconds. Call about once a second."""
         now_s = self._clock()
-        passed_s, self._looked_s = min(now_s - self._looked_s, MAX_LOOK_S), now_s
+        passed_s, self._checked_s = min(now_s - self._checked_s, MAX_CHECK_S), now_s
         before, self._signs = self._signs, {}
-        for key, pid, value in self._look(set(pids), now_s):
+        for key, pid, value in self._observe(set(pids), now_s):
             sign = before.get(key)
             if sign is None or sign.value != value:
                 sign = _Sign(pid, value, cpu_seconds(pid))
@@ -99,7 +99,7 @@ class HangWatch:
             self._signs[key] = sign
         return {sign.pid: sign.silent_s for sign in self._signs.values() if self._is_too_long(sign)}
 
-    def _look(self, pids: set[int], now_s: float) -> Iterator[tuple[object, int, object]]:
+    def _observe(self, pids: set[int], now_s: float) -> Iterator[tuple[object, int, object]]:
         for pid in pids:
             yield pid, pid, None if is_stopped(pid) else now_s
         for path in SHARED_MEMORY.glob(f"{self._name}-beat-*"):

@@ -1,7 +1,7 @@
-"""The folder that `faser serve` makes for one server: whose it is, how an engine is drained by files in it, and what
-killed servers have left of theirs.
+"""The folder that `faser serve` makes for one server, the drain of an engine by files in it, and the removal of what
+killed servers left.
 
-Files, since a signal reaches no Python in a model's process while Triton's stub waits.
+A drain is asked for by a file, because a signal reaches no Python code in a model's process while Triton's stub waits.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
 from faser_backend.serving.processes import running, started_s
 
-PREFIX = "faser-serve-"  # of the folder, and of what its server has in shared memory
+PREFIX = "faser-serve-"  # of the folder and of its server's shared memory
 SHARED_MEMORY = Path("/dev/shm")
-MIN_BYTES = 1 << 20  # of configurations and links, and the beginning of a log
-LOCK_FILE = "owner"  # locked for as long as its `faser serve` runs, however that ends
-DRAIN_FILE = "faser-drain"  # made by whoever asks
+MIN_BYTES = 1 << 20  # free: for configurations, links and the first lines of a log
+LOCK_FILE = "owner"  # locked as long as its `faser serve` runs
+DRAIN_FILE = "faser-drain"  # its existence asks for a drain
 POLL_S = 0.1
 
 
 class LaunchFolder:
-    """A new temporary folder. Raises ConfigError where none has room for what a server is started from."""
+    """A new temporary folder. Raises ConfigError if it cannot be made or has too little room."""
 
     def __init__(self) -> None:
         remedy = "set TMPDIR to a folder with room"
@@ -38,7 +38,7 @@ class LaunchFolder:
             remove_unpacking_folders()
             check_room(parent, MIN_BYTES, "a server's launch folder")
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-            # Locked before it has its name: whoever finds one that is not locked may remove all of it.
+            # Locked before it has its name, as another server may remove a folder whose lock is free.
             fresh = self.path / f"{LOCK_FILE}.new"
             self._lock = os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -49,11 +49,11 @@ class LaunchFolder:
             raise ConfigError(f"no temporary folder: {error.strerror}; {remedy}") from None
 
     def clear_shared_memory(self) -> None:
-        """Removes what a server that was killed has left there."""
+        """Removes the shared memory that a killed server left."""
         _remove_regions(self.path.name)
 
     def remove(self) -> None:
-        """Removes all of it; what is gone stays gone."""
+        """Removes the folder and its shared memory. A second call does nothing."""
         self.clear_shared_memory()
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
@@ -62,9 +62,9 @@ class LaunchFolder:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes the folders, and the shared memory, of servers of this user whose `faser serve` was killed."""
+    """Removes the folders and shared memory of this user's servers whose `faser serve` was killed."""
     for folder in parent.glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError):  # locked: its owner runs; without a lock file: nobody can tell
+        with contextlib.suppress(OSError):  # locked: its owner runs; no lock file: unknown
             if folder.lstat().st_uid != os.geteuid():
                 continue
             with (folder / LOCK_FILE).open("rb+") as lock:
@@ -74,10 +74,10 @@ def _remove_leftovers(parent: Path) -> None:
 
 
 def remove_unpacking_folders(parent: Path = Path("/tmp")) -> None:
-    """Removes the empty folders, of fixed place and name, that killed servers of this user have left.
+    """Removes the empty folders that killed servers of this user left in `parent`.
 
-    Triton's Python backend makes one at its start. Whose it is nobody can see: it stays as long as a server runs that
-    is old enough to have made it.
+    Triton's Python backend makes one at its start. Its server is unknown, so it stays while any server runs that is old
+    enough to have made it.
     """
     oldest_s = min(map(started_s, running("tritonserver")), default=float("inf"))
     for folder in parent.glob("python_env_*"):
@@ -94,14 +94,14 @@ def _remove_regions(name: str) -> None:
 
 
 def drained_file(folder: Path, pid: int) -> Path:
-    """Names the file that an engine's process makes once it has answered all; there are two during a reload."""
+    """Returns the file that an engine's process makes once drained. Two processes exist during a reload."""
     return folder / f"faser-drained-{pid}"
 
 
 def drain_when_asked(folder: Path, drain: Callable[[], None]) -> None:
-    """Waits to be asked, calls drain, which returns once all has been answered, and tells so. Never raises."""
+    """Waits for DRAIN_FILE, calls drain, and makes the drained file once it returns. Never raises."""
     while not (folder / DRAIN_FILE).exists():
         time.sleep(POLL_S)
     drain()
-    with contextlib.suppress(OSError):  # a full disk: whoever asked waits for as long as answers may take
+    with contextlib.suppress(OSError):  # a full disk: the asking process waits until its time limit
         drained_file(folder, os.getpid()).touch()

@@ -1,4 +1,4 @@
-"""Engine counters as Triton metric families, under the names that TensorRT-LLM's dashboards already know."""
+"""Reports the engine's counters as Triton metrics, under the names in TensorRT-LLM's dashboards."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ FAMILIES = {
 
 
 def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
-    """family -> label value -> number."""
+    """Returns the gauges' values by family and label value."""
     num_used = metrics.num_blocks - metrics.num_free_blocks
     num_context = 1 if metrics.num_context_tokens else 0
     return {
@@ -167,10 +167,10 @@ def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
 
 
 def memory_bytes() -> dict[str, float]:
-    """Bytes of this process in main memory and, where torch runs on a GPU, what it has allocated there."""
+    """Returns the bytes of this process in main memory and those that torch has allocated on a GPU."""
     num_resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
     gpu = 0
-    torch = sys.modules.get("torch")  # never imported for this: only runtimes on a GPU bring it
+    torch = sys.modules.get("torch")  # not imported here: only runtimes on a GPU load it
     if torch is not None and torch.cuda.is_available():
         gpu = torch.cuda.memory_allocated()
     return {"cpu": num_resident_pages * os.sysconf("SC_PAGE_SIZE"), "gpu": gpu, "pinned": 0}
@@ -184,30 +184,25 @@ class Ended(NamedTuple):
     reason: FinishReason
 
     def seconds(self) -> tuple[float | None, float | None, float | None, float | None]:
-        """Returns values for LATENCIES, in their order; None where there is none, as without tokens."""
+        """Returns the values of LATENCIES in order, None where one is undefined, as without tokens."""
         stats = self.stats
         if not stats.first_token_ns:
             return None, None, None, None
         num_gaps = self.num_output_tokens - 1
         first, last = stats.first_token_ns, stats.last_token_ns
         per_token = (last - first) / num_gaps if num_gaps > 0 else None
-        times = (
-            first - stats.arrival_ns,
-            per_token,
-            last - stats.arrival_ns,
-            stats.first_scheduled_ns - stats.arrival_ns,
-        )
+        arrival = stats.arrival_ns
+        times = (first - arrival, per_token, last - arrival, stats.first_scheduled_ns - arrival)
         return tuple(None if time_ns is None else max(0, time_ns) / 1e9 for time_ns in times)  # pyright: ignore[reportReturnType]
 
 
 class LastingFamily:
-    """A family of metrics. It and its metrics are never destroyed by the process that opens them.
+    """A family of metrics that its process never destroys.
 
-    Destroying one tells the server to take it out of its registry. Two engines hold metrics of the same labels while
-    one replaces the other, and Triton gives both the same metric: the end of the first would free what the second one
-    counts in, and the server with it. A family that has one of Triton's own names would take that from the model that
-    it belongs to. And when a process ends, the queue that reports it to the server is gone before Python's objects are,
-    which is a fault.
+    Destroying a metric removes it from the server's registry. While one engine replaces another, both share metrics of
+    the same labels: the end of the first would free the second's, and crash the server. A family with one of Triton's
+    own names would remove a model's counters. And at the end of a process, Python destroys objects after the queue to
+    the server, which is a fault.
     """
 
     def __init__(self, pb_utils: Any, kind: str, name: str, description: str) -> None:
@@ -216,7 +211,7 @@ class LastingFamily:
         self._family = _keep(kinds(name=name, description=description, kind=getattr(kinds, kind)))
 
     def metric(self, labels: dict[str, str], **more: Any) -> Any:
-        """The metric of these labels, Triton's own where it has one. more: as Triton's `Metric` has it."""
+        """Returns the metric of these labels, Triton's own if it has one. more: arguments of Triton's `Metric`."""
         return _keep(self._family.Metric(labels=labels, **more))
 
 
@@ -226,10 +221,10 @@ def _keep(held: Any) -> Any:
 
 
 class MetricReporter:
-    """Registers the families with Triton once per process; one thread of its own updates them.
+    """Registers the families with Triton once per process, and updates them on its own thread.
 
-    Every update is a message to the server process (about 0.1 ms), so `report` and `observe` only
-    hand over, and gauges that did not change are left alone. `pb_utils` is Triton's Python module.
+    An update is a message to the server process (about 0.1 ms), so `report` and `observe` only enqueue, and unchanged
+    gauges are skipped. pb_utils: Triton's Python module.
     """
 
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
@@ -309,12 +304,12 @@ FLUSH_PERIOD_S = 0.5
 
 
 class ComposingCounters:
-    """Counts what `ensemble` and `tensorrt_llm_bls` do themselves into the counters of the models that do it in
-    TensorRT-LLM, which dashboards and tests read: preprocessing, tensorrt_llm and postprocessing.
+    """Counts requests of `ensemble` and `tensorrt_llm_bls` for preprocessing, tensorrt_llm and postprocessing too.
 
-    Triton keeps one Prometheus registry: a family with the name of one of its own is that family, and a metric with the
-    labels of a model is that model's counter. Increments are summed up and sent twice a second, for each is a message
-    to the server process.
+    TensorRT-LLM runs these three for such a request, and dashboards read their counters.
+
+    In Triton's registry a family with the name of its own is that family, and a metric with a model's labels that
+    model's counter. Increments are added up and sent twice a second, as each is a message to the server process.
     """
 
     def __init__(self, pb_utils: Any, version: str) -> None:
@@ -330,7 +325,7 @@ class ComposingCounters:
         self._thread.start()
 
     def count(self, life: RequestLife) -> None:
-        """Takes in one answered request. Thread-safe; sends nothing."""
+        """Adds one answered request, to be sent later. Thread-safe."""
         reading, engine = life.parsed_ns - life.received_ns, life.answered_ns - life.parsed_ns
         writing, sending = life.postprocessing_ns, life.sending_ns
         queued, entering = life.queued_for_ns, max(0, life.submitted_ns - life.parsed_ns)

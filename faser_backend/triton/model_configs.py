@@ -35,7 +35,7 @@ _ENGINE_KEYS_WITHOUT_EFFECT = (
     "multi_block_mode cuda_graph_mode cuda_graph_cache_size speculative_decoding_fast_logits guided_decoding_backend "
     "xgrammar_tokenizer_info_path"
 )
-_TELLING_KEYS = "log_format otlp_endpoint"  # of models that answer requests
+_REPORTING_KEYS = "log_format otlp_endpoint"  # of models that answer requests
 _CONVERTER_KEYS = "log_format tokenizer_dir max_queue_delay_microseconds max_queue_size"
 
 
@@ -62,7 +62,7 @@ INFLIGHT_BATCHER = (
         "TextModel",
         tensors.TEXT_INPUTS,
         tensors.TEXT_OUTPUTS,
-        _names(BATCH_SIZE_KEY, DECOUPLED_KEY, _TELLING_KEYS, "logits_datatype"),
+        _names(BATCH_SIZE_KEY, DECOUPLED_KEY, _REPORTING_KEYS, "logits_datatype"),
     ),
     ModelConfig(
         "tensorrt_llm",
@@ -70,13 +70,7 @@ INFLIGHT_BATCHER = (
         "EngineModel",
         tensors.TOKEN_INPUTS,
         tensors.TOKEN_OUTPUTS,
-        _names(
-            BATCH_SIZE_KEY,
-            DECOUPLED_KEY,
-            _ENGINE_KEYS,
-            _TELLING_KEYS,
-            _ENGINE_KEYS_WITHOUT_EFFECT,
-        ),
+        _names(BATCH_SIZE_KEY, DECOUPLED_KEY, _ENGINE_KEYS, _REPORTING_KEYS, _ENGINE_KEYS_WITHOUT_EFFECT),
     ),
     ModelConfig(
         "tensorrt_llm_bls",
@@ -87,7 +81,7 @@ INFLIGHT_BATCHER = (
         _names(
             BATCH_SIZE_KEY,
             DECOUPLED_KEY,
-            _TELLING_KEYS,
+            _REPORTING_KEYS,
             "accumulate_tokens bls_instance_count tensorrt_llm_model_name tensorrt_llm_draft_model_name",
             "multimodal_encoders_name logits_datatype prompt_embedding_table_data_type",
         ),
@@ -124,7 +118,7 @@ LLMAPI = (
         _names(
             DECOUPLED_KEY,
             _ENGINE_KEYS,
-            _TELLING_KEYS,
+            _REPORTING_KEYS,
             "max_beam_width executor_worker_path",
             "kv_cache_free_gpu_mem_fraction enable_chunked_context normalize_log_probs gpu_device_ids tokenizer_dir",
         ),

@@ -1,7 +1,7 @@
-"""`faser reload`: another engine directory for a server that goes on serving.
+"""`faser reload`: replaces the engine directory of a running server.
 
-Triton loads model `tensorrt_llm` anew beside the one that serves: requests go to the new engine once it is ready, and
-the old one ends with the last answer that it has begun. Both are in memory until then.
+Triton loads model `tensorrt_llm` anew beside the old one. Requests go to the new engine once it is ready, and the old
+one closes after its last answer. Both are in memory until then.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 
 
 def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> Path:
-    """Has the server take this directory, all else as it was configured. Returns the directory that it served before.
+    """Makes the server load this directory, with its other options unchanged. Returns the directory that it replaces.
 
-    Raises ManifestError or ConfigError where the directory cannot take the other's place, AdminError where the server
-    refuses it: the old engine then serves on.
+    Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. The old
+    engine then serves on.
     """
     config = admin.config(ENGINE_MODEL)
     parameters = given_parameters(config)
@@ -34,16 +34,16 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> 
     new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None, lambda *_: None)
     _check_vocabulary(Path(served), new)
     config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
-    config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton takes no notice of the same again
+    config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton ignores an unchanged configuration
     admin.load(ENGINE_MODEL, config, timeout_s)
     return Path(served)
 
 
 def _check_vocabulary(served: Path, new: Path) -> None:
-    """The OpenAI front end and clients that send token ids go on as they are."""
+    """Raises ConfigError for another vocabulary: the OpenAI server and clients keep sending the old one's token ids."""
     old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (served, new))
     if old_hash != new_hash:
         raise ConfigError(
-            f"--engine-dir = {new}: its vocabulary {new_hash} is not that of the engines that serve, {old_hash}; start "
-            "another server for it"
+            f"--engine-dir = {new}: vocabulary {new_hash} differs from the running engine's, {old_hash}; start another "
+            "server for it"
         )

@@ -18,7 +18,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.triton import server
-from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_LOOK_S, HangWatch
+from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_CHECK_S, HangWatch
 from faser_backend.triton.launch_folder import (
     LOCK_FILE,
     PREFIX,
@@ -101,7 +101,7 @@ def test_who_watches_may_have_been_stopped_with_all_the_others(folder: LaunchFol
         for _ in range(8):
             now[0] += 3600.0
             found.append(bool(watch.hung([started.pid])))
-        assert found == [False] * 5 + [True] * 3 and MAX_LOOK_S == 1.0
+        assert found == [False] * 5 + [True] * 3 and MAX_CHECK_S == 1.0
 
 
 def test_the_loop_of_the_engine_beats_in_steps_and_without_work():

@@ -50,16 +50,9 @@ HANDSHAKE = Handshake(MODEL, 7, "clamp", True, 0.05)
 SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 2, 2**64 - 1, {3: -math.inf, 4: 1.5}, ((1, 2), (3,)))
 IDS_5, FLAGS = np.arange(5, dtype=np.int64), (True, True, True, True)
 FULL = Request("r", IDS_5, 9, SAMPLING, (1,), ((4, 5),), 0, (6,), *FLAGS, guide="start: /a/")
-ANSWER = EngineOutput(
-    "r",
-    [1, 2],
-    [-0.5, -1.0],
-    FinishReason.STOP_WORDS,
-    Failure(ErrorCode.TOO_LONG, "why", "max_tokens"),
-    RequestStats(arrival_ns=2**62, num_drafted=3),
-    np.ones((2, 3), np.float32),
-    generation_logits=np.zeros((0, 3), np.float32),
-)
+STATS, FAILURE = RequestStats(arrival_ns=2**62, num_drafted=3), Failure(ErrorCode.TOO_LONG, "why", "max_tokens")
+LOGITS, NO_LOGITS = np.ones((2, 3), np.float32), np.zeros((0, 3), np.float32)
+ANSWER = EngineOutput("r", [1, 2], [-0.5, -1.0], FinishReason.STOP_WORDS, FAILURE, STATS, LOGITS, None, NO_LOGITS)
 
 
 def same(left: object, right: object) -> bool:

@@ -90,16 +90,10 @@ def test_text_stop_across_tokens_cuts_ids_text_and_counts():
 
 def test_converters_round_trip_and_pad():
     rows = ["the fox", "x"]
-    arrays = dict(
-        preprocess(
-            {
-                "QUERY": np.array([[row.encode()] for row in rows], dtype=object),
-                "REQUEST_OUTPUT_LEN": np.array([[3], [4]], np.int32),
-                "STOP_WORDS_DICT": np.array([[b"fox"], [b""]], dtype=object),
-            },
-            MODEL,
-        )
-    )
+    given = {"QUERY": np.array([[row.encode()] for row in rows], dtype=object)}
+    stop = np.array([[b"fox"], [b""]], dtype=object)
+    given |= {"REQUEST_OUTPUT_LEN": np.array([[3], [4]], np.int32), "STOP_WORDS_DICT": stop}
+    arrays = dict(preprocess(given, MODEL))
     lengths = arrays["REQUEST_INPUT_LEN"]
     assert arrays["OUT_END_ID"].tolist() == [[END_ID]] * 2
     assert arrays["STOP_WORDS_IDS"].shape[:2] == (2, 2) and arrays["STOP_WORDS_IDS"][1, 1].max() == -1
