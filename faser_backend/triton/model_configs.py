@@ -1,9 +1,8 @@
-"""config.pbtxt of every served model, written from the tensor tables.
+"""Writes config.pbtxt of every served model from the tensor tables.
 
-The files in model_repo/ and model_repo_llmapi/ are what `python -m faser_backend.triton.model_configs` writes; a test
-keeps them so. They load as they are: a parameter that is left as `${name}` is unset. What NVIDIA's templates leave open
-outside of parameters (max_batch_size and the transaction policy) is a parameter here too, `launch_text` or the model's
-`auto_complete_config` puts it in its place.
+`python -m faser_backend.triton.model_configs` wrote the files in model_repo/ and model_repo_llmapi/, as a test checks.
+They load as they are: a parameter left as `${name}` is unset. max_batch_size and the transaction policy, which NVIDIA's
+templates leave open, are parameters too: `launch_text` or the model's `auto_complete_config` fills them in.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ BATCH_SIZE_KEY, DECOUPLED_KEY = "triton_max_batch_size", "decoupled_mode"
 # Parameters whose name differs from the key that fills them, as in TensorRT-LLM's files.
 _RENAMED = {"gpt_model_path": "engine_dir", "gpt_model_type": "batching_strategy"}
 _ENGINE_KEYS = " ".join([*ServingOptions.keys().values(), *EngineConfig.keys().values()])
-# Accepted for configurations that were written for TensorRT-LLM, and of no effect here (docs/serving.md).
+# Accepted without effect, for configurations written for TensorRT-LLM (docs/serving.md).
 _ENGINE_KEYS_WITHOUT_EFFECT = (
     "triton_backend max_beam_width executor_worker_path tokenizer_dir encoder_engine_dir max_queue_delay_microseconds "
     "logits_datatype encoder_input_features_data_type prompt_embedding_table_data_type max_attention_window_size "
@@ -128,13 +127,12 @@ CONTRACTS = {  # name -> the models that clients call
     "inflight_batcher": tuple(model.name for model in INFLIGHT_BATCHER),
     "llmapi": tuple(model.name for model in LLMAPI),
 }
-# What `faser serve` writes where it knows better than a template: what TensorRT-LLM's tools read of a model's
-# configuration, with this engine's truth in it.
+# Values that TensorRT-LLM's tools read in a model's configuration, which `faser serve` fills in for this engine.
 TRUTHS = {"batching_strategy": "inflight_fused_batching", "max_beam_width": "1", "executor_worker_path": "none"}
 
 
 def config_text(model: ModelConfig) -> str:
-    """The file as it is shipped."""
+    """Returns a model's configuration as it is shipped."""
     parameters = (
         f'parameters {{ key: "{name}" value {{ string_value: "${{{_RENAMED.get(name, name)}}}" }} }}\n'
         for name in model.parameters
@@ -161,8 +159,8 @@ def _tensor_lines(specs: Iterable[TritonTensor], *, are_inputs: bool) -> str:
 
 
 def launch_text(text: str, *, is_decoupled: bool, parameters: Mapping[str, str]) -> str:
-    """A shipped file with parameters filled in and everything written out that they decide, for a server that does not
-    complete configurations."""
+    """Returns a shipped file with its parameters, batch size and transaction policy filled in, for a server that does
+    not complete configurations."""
     given = {_RENAMED.get(name, name): value for name, value in parameters.items()}
     values = {**TRUTHS, DECOUPLED_KEY: str(is_decoupled).lower(), **given}
     has_batch = f"${{{BATCH_SIZE_KEY}}}" in text

@@ -1,8 +1,8 @@
-"""The tensors of every served model, as TensorRT-LLM's Triton models declare them, and those of ours.
+"""The tensors of every served model: those of TensorRT-LLM's Triton models, and extensions.
 
 One table per contract. `model_configs.py` writes config.pbtxt files from it; `contract.py`, `converters.py` and
-`llmapi.py` read and answer requests that follow it. What this engine cannot do is declared all the same, so that a
-request is refused by name, and only where it really asks for it (`UNSUPPORTED`).
+`llmapi.py` read and answer requests that follow it. Tensors of unsupported features are declared too, so that a request
+is refused by name, and only if it uses one (`contract.UNSUPPORTED`).
 """
 
 from __future__ import annotations
