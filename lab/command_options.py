@@ -1,84 +1,78 @@
-"""Options of the commands that measure: name, type, default and help of each, declared once. Knows nothing of the
-work."""
+"""The options of the commands that measure. Those that other commands have too come from cli/options.py."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from faser_backend.core.config import Option, OptionTable
+from faser_backend.cli.options import CHAT, MAX_CONTEXT, OUTPUT, SEED, ProfileOptions, SamplingOptions
+from faser_backend.core.config import DraftSource, EngineConfig, Option, OptionTable, option
+from faser_backend.serving.parameters import TRITON_URL, ServingOptions
+
+ENGINE, SAMPLING, PROFILE = EngineConfig.options(), SamplingOptions.options(), ProfileOptions.options()
+TRACE = Option("Read requests from this CSV (TIMESTAMP,ContextTokens,GeneratedTokens).")
+POLICY_LIST = Option("Compare these policies, separated by commas.", unset="a ladder of policies")
+RATE = Option("Issue this many requests per second on average.", unset="as recorded")
+REQUESTS = Option("Stop after this many requests.", unset="all")
 
 
 class BenchOptions(OptionTable):
-    """engine_dir None: the demo pair's. draft: of contestants that do not say themselves."""
+    """The options of `faser bench`. engine_dir None: the demo pair's. draft: of policies that do not choose."""
 
-    is_quick: Annotated[bool, Option("Take two minutes for the demo pair.", flags="--quick")] = False
-    output: Annotated[Path, Option("Directory to write into.")] = Path("faser-bench")
-    policies: Annotated[str | None, Option("Contestants, a,b,...", shown_default="the ladder")] = None
-    trace: Annotated[Path | None, Option("CSV of request lengths.", shown_default="synthetic")] = None
-    prompts: Annotated[
-        Path | None,
-        Option(
-            'JSON lines as of Spec-Bench, or with "prompt" or "text" and perhaps "category"; .txt: plain lines.',
-            shown_default="the demo's",
-        ),
-    ] = None
-    is_chat: Annotated[
-        bool, Option("Prompts are messages for the engines' chat template; the model ends answers.", flags="--chat")
-    ] = False
-    max_prompt_tokens: Annotated[
-        int | None,
-        Option("Longer prompts, template included, are left out and counted.", shown_default="as the context holds"),
-    ] = None
-    seed: Annotated[int, Option("Seed of prompts, arrivals and sampling.")] = 0
-    budget_s: Annotated[
-        float | None, Option("Approximate time limit: answers get shorter.", shown_default="no limit")
-    ] = None
-    # On the command line they are those of an engine:
-    engine_dir: Path | None = None
-    draft: str = "auto"
-    num_threads: int | None = None
+    engine_dir: Path | None = option(None, ServingOptions.options()["engine_dir"])
+    is_quick: bool = option(False, PROFILE["is_quick"])
+    output: Path = option(Path("faser-bench"), OUTPUT)
+    policies: str | None = option(None, POLICY_LIST)
+    trace: Path | None = option(None, TRACE, unset="synthetic lengths")
+    prompts: Path | None = option(None, PROFILE["prompts"], unset="the demo pair's")
+    is_chat: bool = option(False, CHAT)
+    max_prompt_tokens: int | None = option(
+        None, "Leave out prompts of more tokens, template included.", unset="what fits the context"
+    )
+    seed: int = option(0, SEED)
+    budget_s: float | None = option(None, PROFILE["budget_s"])
+    draft: DraftSource = option("auto", ENGINE["draft"])
+    num_threads: int | None = option(None, ENGINE["num_threads"])
 
 
 class ReplayOptions(OptionTable):
-    """At most one of rate and scale."""
+    """The options of `faser replay`: at most one of rate and scale."""
 
-    trace: Annotated[Path, Option("CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")]
-    url: Annotated[str, Option("HOST:PORT, gRPC.")] = "127.0.0.1:8001"
-    rate: Annotated[float | None, Option("Send R requests/s on average.", shown_default="as recorded")] = None
-    scale: Annotated[float | None, Option("Speed up recorded arrivals.", shown_default="1")] = None
-    requests: Annotated[int | None, Option("Stop after this many requests.", shown_default="all")] = None
-    max_concurrency: Annotated[int | None, Option("Limit requests in flight.", shown_default="no limit")] = None
-    model: Annotated[str, Option("A text model of the server.")] = "ensemble"
-    output: Annotated[Path | None, Option("JSON file to write.")] = None
-    max_context: Annotated[int, Option("Context length of the server.")] = 1024
-    tokenizer: Annotated[Path | None, Option("tokenizer.json.", shown_default="the demo's")] = None
-    prompts: Annotated[Path | None, Option("JSON lines.", shown_default="the demo's")] = None
-    temperature: Annotated[float, Option("0 decodes greedily.")] = 0.8
-    seed: Annotated[int, Option("Request i samples with seed + i.")] = 0
+    trace: Path = option(..., TRACE)
+    url: str = option("127.0.0.1:8001", TRITON_URL)
+    rate: float | None = option(None, RATE)
+    scale: float | None = option(None, "Replay this many times as fast as recorded.", unset="1")
+    requests: int | None = option(None, REQUESTS)
+    max_concurrency: int | None = option(None, "Keep at most this many requests in flight.", unset="no limit")
+    model: str = option("ensemble", "Call this text model of the server.")
+    output: Path | None = option(None, "Write the results to this JSON file.")
+    max_context: int = option(1024, MAX_CONTEXT)
+    tokenizer: Path | None = option(None, "Measure prompts with this tokenizer.json.", unset="the demo pair's")
+    prompts: Path | None = option(None, PROFILE["prompts"], unset="the demo pair's")
+    temperature: float = option(0.8, SAMPLING["temperature"], section="Options")
+    seed: int = option(0, SEED)
 
 
 class SimulateOptions(OptionTable):
-    """profile: an engine directory instead of hardware and pair."""
+    """The options of `faser simulate`. profile: an engine directory instead of hardware and pair."""
 
-    trace: Annotated[Path, Option("CSV: TIMESTAMP,ContextTokens,GeneratedTokens.")]
-    hardware: Annotated[str | None, Option("h100, h100x2, ...")] = None
-    pair: Annotated[str | None, Option("qwen3-32b/0.6b, ...")] = None
-    profile: Annotated[Path | None, Option("Use a profiled engine instead.")] = None
-    policies: Annotated[str | None, Option("Contestants, a,b,...", shown_default="the ladder")] = None
-    requests: Annotated[int | None, Option("From the start of the trace.", shown_default="1000, or all")] = None
-    rate: Annotated[float | None, Option("Send R requests/s on average.", shown_default="the trace's")] = None
-    loads: Annotated[str | None, Option("Shares of the best static length's capacity, 0.5,0.9,1.2.")] = None
-    peak_trough: Annotated[float | None, Option("Rate curve.", shown_default="the trace's arrivals")] = None
-    arrivals: Annotated[Path | None, Option("Trace to arrive as.")] = None
-    lengths: Annotated[str | None, Option("Mean tokens, e.g. 755/200.", shown_default="the trace's")] = None
-    acceptance: Annotated[float | None, Option("Share of positions at which the pair agrees.")] = None
-    spread: Annotated[float | None, Option("Standard deviation of requests' acceptance.")] = None
-    mix: Annotated[str | None, Option("Half of requests at either, 0.9/0.6.")] = None
-    exit_auc: Annotated[float | None, Option("Separability at the exit.")] = None
-    draft_call_ms: Annotated[float | None, Option("Minimum time of a draft call.")] = None
-    host_step_ms: Annotated[float | None, Option("Host time of a step.")] = None
-    max_num_seqs: Annotated[int, Option("Requests that decode together.")] = 256
-    max_prefill_tokens: Annotated[int, Option("Prompt tokens per step.")] = 2048
-    seed: Annotated[int, Option("Seed of arrivals and acceptance.")] = 0
-    output: Annotated[Path, Option("Directory to write into.")] = Path("faser-simulation")
+    trace: Path = option(..., TRACE)
+    hardware: str | None = option(None, "Simulate this hardware, such as h100 or h100x2.")
+    pair: str | None = option(None, "Simulate this pair of models, such as qwen3-32b/0.6b.")
+    profile: Path | None = option(None, "Simulate this profiled engine directory instead.")
+    policies: str | None = option(None, POLICY_LIST)
+    requests: int | None = option(None, REQUESTS, unset="1000, or all")
+    rate: float | None = option(None, RATE)
+    loads: str | None = option(None, "Run at these shares of the capacity, as 0.5,0.9.")
+    peak_trough: float | None = option(None, "Vary the rate by this peak-to-trough ratio.", unset="as recorded")
+    arrivals: Path | None = option(None, "Take arrival times from this other trace.")
+    lengths: str | None = option(None, "Scale mean prompt/output lengths to this, as 755/200.", unset="as recorded")
+    acceptance: float | None = option(None, "Let draft and target agree at this share of positions.")
+    spread: float | None = option(None, "Vary acceptance among requests by this standard deviation.")
+    mix: str | None = option(None, "Give half of the requests each acceptance, as 0.9/0.6.")
+    exit_auc: float | None = option(None, "Set how well exits predict rejection, as AUC.")
+    draft_call_ms: float | None = option(None, "Let a draft call take at least these milliseconds.")
+    host_step_ms: float | None = option(None, "Let the host take these milliseconds per step.")
+    max_num_seqs: int = option(256, ENGINE["max_num_seqs"], section="Options")
+    max_prefill_tokens: int = option(2048, "Prefill at most this many prompt tokens per step.")
+    seed: int = option(0, SEED)
+    output: Path = option(Path("faser-simulation"), OUTPUT)

@@ -1,4 +1,4 @@
-"""The commands of `faser` that measure and train. Each imports its work when it is called."""
+"""The commands of `faser` that measure and train. Each imports its implementation when it is called."""
 
 from __future__ import annotations
 
@@ -9,27 +9,26 @@ import sys
 import typer
 
 from faser_backend.cli.options import takes
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.command_options import BenchOptions, ReplayOptions, SimulateOptions
 from faser_backend.lab.train_head.options import HeadOptions
-from faser_backend.serving.parameters import ServingOptions
 
 
-@takes(options=BenchOptions, serving=(ServingOptions, "engine_dir"), engine=(EngineConfig, "draft num_threads"))
-def bench(*, options: BenchOptions, serving: ServingOptions, engine: EngineConfig) -> None:
-    """Measure every policy side by side under four loads; writes JSON, an HTML report and a timeline."""
+@takes(options=BenchOptions)
+def bench(*, options: BenchOptions) -> None:
+    """Compare policies under four loads.
+
+    Write JSON, an HTML report and a timeline.
+    """
     from faser_backend.lab.bench.command import run_bench
     from faser_backend.lab.contestants import Sizing
 
-    engines = {"engine_dir": serving.engine_dir, "draft": engine.draft, "num_threads": engine.num_threads}
-    sizing = Sizing.quick() if options.is_quick else Sizing.full()
-    run_bench(options.model_copy(update=engines), sizing, command=_command_line())
+    run_bench(options, Sizing.quick() if options.is_quick else Sizing.full(), command=_command_line())
 
 
 @takes(options=SimulateOptions)
 def simulate(*, options: SimulateOptions) -> None:
-    """Run scheduler, policies and pipeline in virtual time, over a request trace on a named GPU and pair."""
+    """Simulate policies over a trace in virtual time."""
     from faser_backend.lab.simulation.command import run_simulate
 
     run_simulate(options, command=_command_line())
@@ -37,7 +36,10 @@ def simulate(*, options: SimulateOptions) -> None:
 
 @takes(options=ReplayOptions)
 def replay(*, options: ReplayOptions) -> None:
-    """Send a trace's requests to a running server when they are due; print latencies and errors."""
+    """Send a trace's requests to a running server.
+
+    Print latencies and errors.
+    """
     from faser_backend.lab.bench.replay import run_replay
 
     raise typer.Exit(run_replay(options))
@@ -45,7 +47,10 @@ def replay(*, options: ReplayOptions) -> None:
 
 @takes(options=HeadOptions)
 def train_head(*, options: HeadOptions) -> None:
-    """Train an EAGLE-3 head for a target, on conversations that the target writes itself."""
+    """Train an EAGLE-3 head for a target.
+
+    Learn from conversations that the target writes itself.
+    """
     if importlib.util.find_spec("torch") is None:
         raise ConfigError("train-head needs torch: pip install 'faser-backend[train]'")
     from faser_backend.lab.train_head.run import save_trained, train, write

@@ -1,4 +1,4 @@
-"""The command `faser build`: its options, its progress bar and what it says at the end. The work is in engines."""
+"""The command `faser build`: its options, its progress bar and its summary. Room `engines` builds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from faser_backend.cli.options import STORAGE, TENSORRT, parse_integers, print_steps
+from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, print_steps, takes
+from faser_backend.core.config import OptionTable, option
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_bytes, shown
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
@@ -21,159 +20,126 @@ from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 if TYPE_CHECKING:
     from faser_backend.engines.build import Progress as Report
     from faser_backend.engines.tensorrt_buckets import SplitStreams, TensorRtOptions
-    from faser_backend.manifest import EngineManifest, ModelEngine
+    from faser_backend.manifest import EngineManifest
 
 MIB = 1 << 20
-FORMATS = "fp32, fp16, bf16, int8 or int4"
-WHERE = "For CPUs alone, which compute in fp32 (--dtype)."
-MIN_CONTEXT = 32  # in which a profile can be taken
-NGRAM = "ngram"  # in place of a draft checkpoint; a directory of that name can be given as ./ngram
+FORMATS = "fp32|fp16|bf16|int8|int4"
+MIN_CONTEXT = 32  # a profile needs it
+NGRAM = "ngram"  # instead of a draft checkpoint; ./ngram names a directory
+PASSED_ON = {"runtime", "dtype", "weights", "draft_weights", "kv_block_size", "kv_cache_dtype", "max_context"}
 
 
-def build(
-    *,
-    target: Annotated[Path, typer.Option(help="Target: a Hugging Face or TensorRT-LLM directory, or a GGUF file.")],
-    output: Annotated[Path, typer.Option(help="Engine directory to write.")],
-    draft: Annotated[
-        str, typer.Option(help="Draft checkpoint with the same vocabulary, or EAGLE-3 head; ngram for no model.")
-    ] = NGRAM,
-    runtime: Annotated[str, typer.Option(help="llvm (CPU), tensorrt_rtx, tensorrt or torch (GPU).")] = DEFAULT_RUNTIME,
-    exit_layers: Annotated[str, typer.Option(help="Target layers to cut at, e.g. 2,4.")] = "",
-    dtype: Annotated[
-        str, typer.Option(help="fp32, fp16 or bf16; CPUs take fp32 alone.", rich_help_panel=STORAGE)
-    ] = "fp32",
-    weights: Annotated[
-        str | None,
-        typer.Option(
-            help=f"How the target's matrices are stored: {FORMATS}. {WHERE}",
-            show_default="llvm: as the checkpoint has them (GGUF's K and Q5: fp16); else fp32",
-            rich_help_panel=STORAGE,
-        ),
-    ] = None,
-    draft_weights: Annotated[
-        str | None,
-        typer.Option(
-            help="The same for the draft.", show_default="as its checkpoint has them", rich_help_panel=STORAGE
-        ),
-    ] = None,
-    kv_block_size: Annotated[int, typer.Option(help="Tokens per KV block.", rich_help_panel=STORAGE)] = 16,
-    kv_cache_dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="fp32 or fp16 keys and values. For CPUs; elsewhere they have the dtype.",
-            show_default="fp16 where both checkpoints hold 16 bits a number and this CPU converts them, else fp32",
-            rich_help_panel=STORAGE,
-        ),
-    ] = None,
-    max_context: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a sequence, prompt and output.", show_default="the models'; TensorRT: 4096"),
-    ] = None,
-    max_num_seqs: Annotated[
-        int | None, typer.Option(help="Sequences in one call.", show_default="32", rich_help_panel=TENSORRT)
-    ] = None,
-    max_prefill_tokens: Annotated[
-        int | None, typer.Option(help="Prompt tokens in one call.", show_default="256", rich_help_panel=TENSORRT)
-    ] = None,
-    compute_capability: Annotated[
-        str,
-        typer.Option(
-            help="TensorRT-RTX: GPUs to compile for, e.g. 8.9,12.0.",
-            show_default="its own choice",
-            rich_help_panel=TENSORRT,
-        ),
-    ] = "",
-) -> None:
-    """Compile a target and a draft checkpoint into an engine directory."""
+class BuildOptions(OptionTable):
+    """The options of `faser build`."""
+
+    target: Path = option(..., TARGET)
+    output: Path = option(..., OUTPUT)
+    draft: str = option(NGRAM, "Draft with this checkpoint or EAGLE-3 head, or ngram.", values="path|ngram")
+    runtime: str = option(DEFAULT_RUNTIME, "Choose the runtime; llvm is for CPUs.", values="|".join(RUNTIMES))
+    exit_layers: str = option("", "Allow early exits after these target layers, as 2,4.")
+    max_context: int | None = option(None, MAX_CONTEXT, unset="the models'; TensorRT: 4096")
+    dtype: str = option("fp32", "Compute in this format; CPUs need fp32.", STORAGE, values="fp32|fp16|bf16")
+    weights: str | None = option(
+        None,
+        "Store the target's matrices in this format, for CPUs.",
+        STORAGE,
+        values=FORMATS,
+        unset="llvm: the checkpoint's, but fp16 for GGUF's K and Q5; others: fp32",
+    )
+    draft_weights: str | None = option(
+        None,
+        "Store the draft's matrices in this format, for CPUs.",
+        STORAGE,
+        values=FORMATS,
+        unset="the draft checkpoint's",
+    )
+    kv_block_size: int = option(16, "Put this many tokens into a KV block.", STORAGE)
+    kv_cache_dtype: str | None = option(
+        None,
+        "Store keys and values in this format, for CPUs.",
+        STORAGE,
+        values="fp32|fp16",
+        unset="fp16 for 16-bit checkpoints if this CPU converts it, else fp32",
+    )
+    max_num_seqs: int | None = option(None, "Compile for at most this many sequences per call.", TENSORRT, unset="32")
+    max_prefill_tokens: int | None = option(
+        None, "Compile for at most this many prompt tokens per call.", TENSORRT, unset="256"
+    )
+    compute_capability: str = option("", "Compile TensorRT-RTX engines for these GPUs, as 8.9,12.0.", TENSORRT)
+
+    def check(self) -> None:
+        """Raises ConfigError for a checkpoint that is not there, or an option that cannot apply."""
+        _check_source("--target", str(self.target))
+        if self.draft != NGRAM:
+            _check_source("--draft", self.draft)
+        if self.max_context is not None and self.max_context < MIN_CONTEXT:
+            raise ConfigError(f"--max-context = {self.max_context}: must be at least {MIN_CONTEXT} tokens")
+        compiled = [name for name, spec in RUNTIMES.items() if spec.tensorrt]
+        for name in ("max_num_seqs", "max_prefill_tokens", "compute_capability"):
+            if (value := getattr(self, name)) and self.runtime not in compiled:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} = {value}: applies to --runtime {' and '.join(compiled)} only")
+
+
+@takes(options=BuildOptions)
+def build(*, options: BuildOptions) -> None:
+    """Compile target and draft checkpoints into an engine directory."""
     from faser_backend.engines.build import build_engines
     from faser_backend.manifest import MANIFEST_FILE
 
-    _check_source("--target", str(target))
-    if draft != NGRAM:
-        _check_source("--draft", draft)
-    if max_context is not None and max_context < MIN_CONTEXT:
-        raise ConfigError(f"--max-context = {max_context}: must be at least {MIN_CONTEXT} tokens of prompt and output")
-
-    asked = {
-        "--max-num-seqs": max_num_seqs,
-        "--max-prefill-tokens": max_prefill_tokens,
-        "--compute-capability": compute_capability or None,
-    }
-    given = [option for option, value in asked.items() if value is not None]
-    compiled = [name for name, spec in RUNTIMES.items() if spec.tensorrt]
-    if given and runtime not in compiled:
-        raise ConfigError(f"{given[0]} = {asked[given[0]]}: for --runtime {' or '.join(compiled)} alone")
+    options.check()
+    output = options.output
     with ExitStack() as handles:
-        options = None
-        if runtime in compiled:
-            limits = {"max_num_seqs": max_num_seqs, "max_prefill_tokens": max_prefill_tokens}
-            limits["max_context"] = max_context
-            streams = _open_split_streams(handles) if RUNTIMES[runtime].tensorrt == "full" else {}
-            options = _tensorrt_options(limits, compute_capability, streams)
         profile = _profile_of(output)
         was_built = (output / MANIFEST_FILE).is_file()
         manifest = build_engines(
-            target,
-            None if draft == NGRAM else draft,
+            options.target,
+            None if options.draft == NGRAM else options.draft,
             output,
-            runtime=runtime,
-            exit_layers=parse_integers("--exit-layers", exit_layers),
-            dtype=dtype,
-            weights=weights,
-            draft_weights=draft_weights,
-            kv_block_size=kv_block_size,
-            kv_cache_dtype=kv_cache_dtype,
-            max_context=max_context,
-            tensorrt=options,
+            exit_layers=parse_integers("--exit-layers", options.exit_layers),
+            **options.model_dump(include=PASSED_ON),
+            tensorrt=_tensorrt_options(options, handles),
             progress=handles.enter_context(progress_display()),
         )
     print(summary(output, manifest) + "; replaces the engines that were there" * was_built)
-    if manifest.draft is not None and manifest.draft.num_weight_bytes > manifest.target.num_weight_bytes:
-        print(_large_draft_warning(manifest.target, manifest.draft), file=sys.stderr)
+    sizes = [model.num_weight_bytes / MIB for model in (manifest.target, manifest.draft) if model is not None]
+    if sizes[-1] > sizes[0]:
+        print(
+            f"warning: the draft has {sizes[-1]:.1f} MiB of weights, the target only {sizes[0]:.1f} MiB, so drafting "
+            "cannot help; are --target and --draft swapped?",
+            file=sys.stderr,
+        )
     if profile is not None:
         print(_restore_profile(output, manifest, profile))
-    if {weights, draft_weights} - {None, "fp32"}:
-        print("what these formats of weights do to answers: scripts/check_weights.py")
+    if {options.weights, options.draft_weights} - {None, "fp32"}:
+        print("measure how these weight formats change answers: scripts/check_weights.py")
 
 
 def _check_source(option: str, given: str) -> None:
-    """Raises ConfigError where there is nothing of that name, with what was probably meant."""
+    """Raises ConfigError, with what was probably meant, if `given` is no checkpoint."""
     if os.path.isdir(given):
         return
     if os.path.isfile(given):
         if given.endswith(".safetensors"):
             folder = shown(os.path.dirname(given) or ".")
-            raise ConfigError(
-                f"{option} = {shown(given)!r}: holds weights alone; give its directory: {option} {folder}"
-            )
-        if not given.endswith(".gguf") and not _begins_as_gguf(given):
+            raise ConfigError(f"{option} = {shown(given)!r}: holds only weights; name its directory: {option} {folder}")
+        with open(given, "rb") as file:
+            is_gguf = given.endswith(".gguf") or file.read(4) == b"GGUF"
+        if not is_gguf:
             raise ConfigError(f"{option} = {shown(given)!r}: must be a checkpoint's directory or a GGUF file")
         return
     if os.path.exists(given):
         raise ConfigError(f"{option} = {shown(given)!r}: must be a directory or a regular file")
     remedy = ""
     if option == "--draft" and get_close_matches(given, [NGRAM]):
-        remedy = f"; for n-grams of the text say {NGRAM}"
+        remedy = f"; --draft {NGRAM} drafts from n-grams of the text"
     elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
         remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
     raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{remedy}")
 
 
-def _begins_as_gguf(path: str) -> bool:
-    with open(path, "rb") as file:
-        return file.read(4) == b"GGUF"
-
-
-def _large_draft_warning(target: ModelEngine, draft: ModelEngine) -> str:
-    sizes = [model.num_weight_bytes / MIB for model in (draft, target)]
-    return (
-        f"warning: the draft has {sizes[0]:.1f} MiB of weights, its target {sizes[1]:.1f} MiB: a draft that costs more "
-        "than its target cannot speed it up; are --target and --draft swapped?"
-    )
-
-
 def _profile_of(output: Path) -> bytes | None:
-    """The profile of the engines that are about to be replaced."""
+    """Returns the profile of the engines that the build replaces, if any."""
     from faser_backend.serving.profile_store import PROFILE_FILE
 
     try:
@@ -183,7 +149,7 @@ def _profile_of(output: Path) -> bytes | None:
 
 
 def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> str:
-    """Puts a profile back if it holds for the new engines too. Returns what became of it, in words."""
+    """Puts a profile back if it is valid for the new engines too. Returns a sentence about it."""
     from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 
     path = output / PROFILE_FILE
@@ -192,13 +158,13 @@ def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> 
         load_profile(output, manifest)
     except ConfigError as error:
         path.unlink()
-        return f"the profile that was here is gone, for it does not hold for the new engines: {error}"
-    return f"kept {PROFILE_FILE}: it holds for the new engines too"
+        return f"removed the old profile, which is not valid for the new engines: {error}"
+    return f"kept {PROFILE_FILE}, which is valid for the new engines too"
 
 
 @contextmanager
 def progress_display() -> Iterator[Report]:
-    """A bar on a terminal, which follows what a compiler does within a step; else a line per step."""
+    """Shows a bar on a terminal, which follows a compiler within a step; elsewhere a line per step."""
     if not sys.stderr.isatty():
         yield print_steps()
         return
@@ -213,10 +179,10 @@ def progress_display() -> Iterator[Report]:
 
 
 def summary(output: Path, manifest: EngineManifest) -> str:
-    """One line on what was built."""
+    """Returns one line about the engines in a directory."""
     parts = [f"built {output} for {manifest.runtime}, {manifest.dtype}"]
     if manifest.draft is None:
-        parts.append("no draft model: n-grams draft")
+        parts.append("no draft model (n-grams draft)")
     if manifest.kv_cache_dtype != manifest.dtype:
         parts.append(f"KV cache {manifest.kv_cache_dtype}")
     for side, model in (("target", manifest.target), ("draft", manifest.draft)):
@@ -226,7 +192,7 @@ def summary(output: Path, manifest: EngineManifest) -> str:
         if stored.title != "fp32":
             parts.append(f"{side} weights {stored.title}")
         if stored.rounded:
-            parts.append(f"of which rounded once more: {stored.rounded}")
+            parts.append(f"rounded again: {stored.rounded}")
     if manifest.exit_layers:
         parts.append(f"exit layers {', '.join(map(str, manifest.exit_layers))}")
     if manifest.compiler:
@@ -236,19 +202,25 @@ def summary(output: Path, manifest: EngineManifest) -> str:
     return ", ".join(parts)
 
 
-def _tensorrt_options(
-    limits: dict[str, int | None], compute_capability: str, streams: dict[str, SplitStreams]
-) -> TensorRtOptions:
+def _tensorrt_options(options: BuildOptions, handles: ExitStack) -> TensorRtOptions | None:
+    """Returns None for runtimes without TensorRT. handles: closes the streams after the build."""
+    flavour = RUNTIMES[options.runtime].tensorrt if options.runtime in RUNTIMES else ""
+    if not flavour:
+        return None
     from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 
-    targets = tuple(part.strip() for part in compute_capability.split(",") if part.strip())
-    given = {name: value for name, value in limits.items() if value is not None}
-    return TensorRtOptions(CallLimits(**given), targets, streams)
+    limits = options.model_dump(include={"max_num_seqs", "max_prefill_tokens", "max_context"}, exclude_none=True)
+    capabilities = tuple(part.strip() for part in options.compute_capability.split(",") if part.strip())
+    streams = _open_split_streams(handles) if flavour == "full" else {}
+    return TensorRtOptions(CallLimits(**limits), capabilities, streams)
 
 
 def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
-    """Streams of the SM splits that a server will open on this GPU; none where it has no green contexts or where
-    TensorRT cannot build for a split. Raises TensorRtError where TensorRT or a GPU is missing."""
+    """Opens a stream per SM split that a server will open on this GPU. Closed with `handles`.
+
+    Returns {} without green contexts, or if TensorRT cannot build for a split. Raises TensorRtError if TensorRT or a
+    GPU is missing.
+    """
     from faser_backend.cuda.identity import load_driver
     from faser_backend.device.partition import split_name
     from faser_backend.engines.tensorrt_buckets import SplitStreams

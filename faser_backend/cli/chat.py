@@ -1,6 +1,6 @@
-"""The command `faser chat`: a conversation in the terminal. The engine is that of the Python API.
+"""The command `faser chat`: a conversation in the terminal, over the Python API.
 
-Tokens that were drafted and accepted are coloured; where there is no colour, nothing marks them.
+Drafted tokens that were accepted are green on a terminal with colours; elsewhere nothing marks them.
 """
 
 from __future__ import annotations
@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.text import Text
 
-from faser_backend.cli.options import SAMPLING, SamplingOptions, print_steps, takes
-from faser_backend.core.config import EngineConfig
+from faser_backend.cli.options import SYSTEM, SamplingOptions, print_steps, takes
+from faser_backend.core.config import EngineConfig, option
 from faser_backend.core.errors import ConfigError, RequestError
 from faser_backend.serving.parameters import ServingOptions
 
@@ -27,41 +26,44 @@ if TYPE_CHECKING:
 DRAFTED = "green"
 
 
+class ChatOptions(SamplingOptions):
+    """The options of a conversation; answers may be longer than those of `faser generate`."""
+
+    system: str | None = option(None, SYSTEM)
+    max_tokens: int = option(256, SamplingOptions.options()["max_tokens"])
+
+
 @takes(
     serving=(ServingOptions, "engine_dir chat_template"),
-    sampling=(SamplingOptions, "temperature top_p seed"),
+    options=(ChatOptions, "system max_tokens temperature top_p seed"),
     engine=(EngineConfig, "policy draft num_threads"),
 )
-def chat(
-    *,
-    serving: ServingOptions,
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer.", rich_help_panel=SAMPLING)] = 256,
-    sampling: SamplingOptions,
-    engine: EngineConfig,
-) -> None:
-    """Talk to a model in the terminal: one message per line, /reset to start anew, /quit to end."""
+def chat(*, serving: ServingOptions, options: ChatOptions, engine: EngineConfig) -> None:
+    """Talk to a model in the terminal.
+
+    Enter a message per line. Type /reset to restart, /quit to end.
+    """
     from faser_backend.api.batch import check_params
     from faser_backend.api.llm import LLM
     from faser_backend.api.params import SamplingParams
     from faser_backend.serving.loading import shown_phases
     from faser_backend.text.chat import NO_TEMPLATE
 
-    params = SamplingParams(max_tokens=max_tokens, **sampling.model_dump(exclude_unset=True))
-    options = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1}
+    params = SamplingParams(**options.model_dump(exclude_unset=True, exclude={"system"}))
+    limits = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1}
     check_params(params)
     with (
         shown_phases(in_pipes=False) as phases,
-        LLM(serving.engine_dir, chat_template=serving.chat_template, progress=print_steps(), **options) as llm,
+        LLM(serving.engine_dir, chat_template=serving.chat_template, progress=print_steps(), **limits) as llm,
     ):
         phases.end()
         if not llm.has_chat_template:
             raise ConfigError(f"{llm.engine_dir}: {NO_TEMPLATE}")
-        _Talk(llm, params, system).run()
+        _Talk(llm, params, options.system).run()
 
 
 class _Talk:
-    """One conversation, and the terminal or pipe that it is held in."""
+    """A conversation over a terminal or a pipe."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm, self._params = llm, params
@@ -72,10 +74,10 @@ class _Talk:
         self._is_typed = sys.stdin.isatty()
 
     def run(self) -> None:
-        """Until /quit or the end of the input."""
+        """Answers messages until /quit or the end of the input."""
         if self._is_typed:
-            with contextlib.suppress(ImportError):  # a Python without it has no history, and lines all the same
-                import readline  # noqa: F401 - what input() edits lines with
+            with contextlib.suppress(ImportError):  # some Pythons lack it; input() then has no history
+                import readline  # noqa: F401 - input() edits lines with it
             self._note("/reset starts anew, /quit ends" + "; green: drafted and accepted" * self._has_colour)
         while (line := self._read()) is not None and line != "/quit":
             if line == "/reset":
@@ -85,7 +87,7 @@ class _Talk:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        """The next line, None at the end of the input."""
+        """Returns the next line, None at the end of the input."""
         if not self._is_typed:
             line = sys.stdin.readline()
             return line.strip() if line else None
@@ -96,7 +98,7 @@ class _Talk:
             return None
 
     def _answer(self, message: str) -> None:
-        """Streams the answer, then its figures. Ctrl-C ends an answer to what was typed, and not the conversation."""
+        """Streams the answer, then prints its figures. Ctrl-C on a terminal ends the answer alone."""
         asked = {"role": "user", "content": message}
         started_s = time.perf_counter()
         last: RequestOutput | None = None
@@ -105,8 +107,8 @@ class _Talk:
                 self._show(last.outputs[0])
         except RequestError as error:
             if error.field in type(self._params).model_fields:
-                raise  # no message of this conversation could be answered
-            # It has grown beyond the context, or its template refuses it.
+                raise  # every later message would fail too
+            # The conversation exceeds the context, or the template refuses it.
             self._note(f"{error}; /reset starts anew")
             return
         except KeyboardInterrupt:

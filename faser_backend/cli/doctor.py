@@ -1,4 +1,4 @@
-"""`faser doctor`: what this machine can run, and what an engine directory takes of it. Leaves everything as it was."""
+"""The report of `faser doctor`: what this machine can run, and the memory that an engine directory needs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LoadDriver = Callable[[], Any]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the report. `is_needed`: without it nothing can be served here."""
+    """A line of the report. is_needed: nothing can be served here without it."""
 
     name: str
     is_ok: bool
@@ -45,7 +45,7 @@ class Finding:
 
 
 def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
-    """All findings, in the order of the report. load_driver: imports cuda.bindings.driver."""
+    """Returns all findings, in the order of the report. load_driver: imports cuda.bindings.driver."""
     gpu = _check("NVIDIA GPU", lambda: _gpu(load_driver))
     return [
         _check("Python", _python, is_needed=True),
@@ -72,12 +72,12 @@ def print_report(findings: list[Finding]) -> None:
         mark = "yes" if finding.is_ok else "NO " if finding.is_needed else "no "
         print(f"{mark}  {finding.name:<{width}}  {finding.detail}")
     can_serve = all(finding.is_ok for finding in findings if finding.is_needed)
-    print("This machine can serve." if can_serve else "This machine cannot serve: mend what is marked NO.")
+    print("This machine can serve." if can_serve else "This machine cannot serve: fix the lines marked NO.")
 
 
-def _check(name: str, look: Callable[[], str], *, is_needed: bool = False, hint: str = "") -> Finding:
+def _check(name: str, find: Callable[[], str], *, is_needed: bool = False, hint: str = "") -> Finding:
     try:
-        return Finding(name, True, look(), is_needed)
+        return Finding(name, True, find(), is_needed)
     except PackageNotFoundError:
         return Finding(name, False, f"not installed ({hint})", is_needed)
     except (FaserError, ImportError, OSError) as error:
@@ -93,7 +93,7 @@ def _python() -> str:
 
 
 def _host_kernels() -> str:
-    """Compiles nothing: what a runner opens here is compiled when it opens."""
+    """Returns facts about the kernels of CPUs, and compiles none."""
     import llvmlite
     import numba
 
@@ -102,9 +102,9 @@ def _host_kernels() -> str:
     try:
         keeping = f"kernels are kept in {attention.kernel_directory()}"
     except RuntimeError:
-        keeping = "kernels are compiled anew in every process: set NUMBA_CACHE_DIR to where they can be kept"
+        keeping = "every process compiles its kernels: set NUMBA_CACHE_DIR to a folder that can keep them"
     halves = (
-        "fp16 KV caches are converted by instructions"
+        "fp16 KV caches are fast"
         if attention.has_halves()
         else "this CPU cannot convert fp16 KV caches: build engines with --kv-cache-dtype fp32"
     )
@@ -113,29 +113,24 @@ def _host_kernels() -> str:
 
 
 def _vectors() -> str:
-    """Names the instructions that products of runtime llvm are compiled for here."""
+    """Returns the instructions that multiply matrices here."""
     from llvmlite import binding
 
+    from faser_backend.cpu.kernels.matrix_units import PRODUCTS, find_matrix_units
     from faser_backend.cpu.kernels.vector_products import TILE_ROWS
 
     has = binding.get_host_cpu_features()
     widths = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE2", "neon": "NEON"}
     width = next((name for feature, name in widths.items() if has.get(feature, False)), "no known vectors")
-    return f"float32 products of {width} in tiles of {TILE_ROWS} rows; {_matrix_units()}"
-
-
-def _matrix_units() -> str:
-    """Which weights meet something better than vectors, or why none do."""
-    from faser_backend.cpu.kernels.matrix_units import PRODUCTS, find_matrix_units
-
-    is_there, found = find_matrix_units()
-    return f"of {', '.join(sorted(PRODUCTS))} weights on {found}" if is_there else f"no matrix units ({found})"
+    has_units, found = find_matrix_units()
+    units = f"of {', '.join(sorted(PRODUCTS))} weights on {found}" if has_units else f"no matrix units ({found})"
+    return f"float32 products with {width} in tiles of {TILE_ROWS} rows; {units}"
 
 
 def _stub() -> str:
     check_libpython()
     stub = find_triton().stub
-    return "brought by the server itself" if stub is None else str(stub)
+    return "part of the server" if stub is None else str(stub)
 
 
 def _repository() -> str:
@@ -165,11 +160,11 @@ def _driver_library() -> str:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
         raise DriverError("no NVIDIA driver (libcuda.so.1); engines run on the CPU") from None
-    return "an NVIDIA driver is here"
+    return "there is an NVIDIA driver"
 
 
 def _green_contexts(load_driver: LoadDriver) -> str:
-    """Makes the shares that an engine would get, and gives them back."""
+    """Opens the SM splits that an engine would get, and closes them."""
     try:
         green = GreenSplits(load_driver(), 0)
     except (DriverError, ImportError) as error:
@@ -183,30 +178,26 @@ def _green_contexts(load_driver: LoadDriver) -> str:
 def _tensorrt(flavour: Literal["rtx", "full"]) -> str:
     tensorrt = import_tensorrt(flavour)
     targets = tensorrt.compute_capabilities
-    builds = f"builds for compute capability {', '.join(targets)}" if targets else "builds for the GPU at hand"
-    if flavour == "rtx":
-        where = (
-            f"engines run on GPUs of compute capability {RTX_GPUS}; an H100 (9.0) is not listed: use torch or TensorRT"
-        )
-        return f"{tensorrt.title}, {builds}; {where}"
-    return f"{tensorrt.title}, {builds}; engines run on a GPU"
+    builds = f"builds for compute capability {', '.join(targets)}" if targets else "builds for this GPU"
+    gpus = f"GPUs of compute capability {RTX_GPUS}; for an H100 (9.0) use torch or TensorRT"
+    return f"{tensorrt.title}, {builds}; engines run on {gpus if flavour == 'rtx' else 'a GPU'}"
 
 
 def _torch(has_gpu: bool) -> str:
-    """Imports torch, which takes seconds, only where there is a GPU to ask it for."""
+    """Imports torch, which takes seconds, only if there is a GPU."""
     number = version("torch")
     if not has_gpu:
-        return f"{number}; computes on the CPU here, for tests alone"
+        return f"{number}; runs on the CPU here, for tests only"
     import torch
 
     if not torch.cuda.is_available():
-        raise ImportError(f"torch {number} does not see the GPU: it was built for CUDA {torch.version.cuda}")
+        raise ImportError(f"torch {number} does not find the GPU; it was built for CUDA {torch.version.cuda}")
     return f"{number} for CUDA {torch.version.cuda}"
 
 
 # -- an engine directory ------------------------------------------------------------------------------
-# What it takes of memory, before anything is loaded: on a GPU the plan by which KV blocks are given out; on a CPU
-# weights, what a token takes in the caches, and the pool that a server of this configuration would open now.
+# Its memory before anything is loaded. On a GPU: the plan of KV blocks. On a CPU: weights, the bytes of a token in the
+# caches, and the pool that a server of this configuration would open now.
 
 
 def memory_report(
@@ -218,8 +209,8 @@ def memory_report(
 ) -> list[str]:
     """Returns the memory of a directory's engines, a line per purpose, in MiB.
 
-    gpu_gib: of a GPU that is not here. Raises ManifestError; ConfigError where a GPU's size is given for engines of a
-    CPU, or where not even one context fits; DriverError where there is no GPU and none was named.
+    gpu_gib: of an assumed GPU. Raises ManifestError; ConfigError if a GPU is assumed for engines of a CPU, or if not
+    even one context fits; DriverError if there is no GPU and none is assumed.
     """
     manifest, config = EngineManifest.load(engine_dir), config or EngineConfig()
     models = served_models(manifest, config)
@@ -232,7 +223,7 @@ def memory_report(
 
 
 def _gpu_report(manifest: EngineManifest, models: ModelPair, config: EngineConfig, total: int) -> list[str]:
-    """With one split beside the whole device, where draft and target do not run in turn."""
+    """Counts one SM split beside the whole device, unless draft and target alternate."""
     has_split = models.draft is not None and not models.draft.spec.reads_target
     plan = plan_memory(
         models.present,
@@ -259,8 +250,8 @@ def _cpu_report(engine_dir: Path, manifest: EngineManifest, models: ModelPair, c
         free_bytes = runtime.free_bytes()
     finally:
         runtime.close()
-    # Kernels of ours read weights from the file; graphs hold their own.
-    how = "mapped: pages that engines of the directory share" if manifest.runtime_spec.is_weights_only else "resident"
+    # The project's kernels read weights from the file; graphs hold copies.
+    how = "mapped, shared by all engines of the directory" if manifest.runtime_spec.is_weights_only else "resident"
     num_contexts = num_blocks * size / models.max_context
     lines = [_line(free_bytes, "free on this machine")]
     lines += [

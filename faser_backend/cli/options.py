@@ -1,4 +1,4 @@
-"""How commands of the `faser` command line take options from the tables (config.py), and how help shows them."""
+"""How commands take options from tables (core/config.py), and how help shows them; options that commands share."""
 
 from __future__ import annotations
 
@@ -6,34 +6,77 @@ import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from faser_backend.core.config import Option, OptionTable
+from faser_backend.core.config import CAPACITY, SPECULATION, Option, OptionTable, option
 from faser_backend.core.errors import ConfigError
+from faser_backend.serving.parameters import ACCESS, CONTRACT, OPENAI, SERVER, ServingOptions
 
-# As policy.registry has them, which takes numpy to load: who asks for help does without.
-POLICIES = "none, fixed:K, tree:N, goodput, survival, gp-lcb, faser, file:PATH"
-SAMPLING, STORAGE, TENSORRT = "Sampling", "How weights and caches are stored", "TensorRT"  # sections of help
+POLICIES = "none, fixed:K, tree:N, goodput, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
+SAMPLING, STORAGE, TENSORRT = "Sampling", "Formats of weights and caches", "TensorRT"
+# In the order of help:
+SECTIONS = [
+    "Arguments",
+    "Options",
+    SAMPLING,
+    SPECULATION,
+    CAPACITY,
+    STORAGE,
+    TENSORRT,
+    SERVER,
+    OPENAI,
+    ACCESS,
+    CONTRACT,
+]
+
+# Options that several commands have.
+JSON = Option("Print JSON.", flags="--json")
+SYSTEM = Option("Begin the conversation with this system message.")
+CHAT = Option("Apply the chat template to prompts.", flags="--chat")
+TARGET = Option("Read the target from this checkpoint directory or GGUF file.")
+OUTPUT = Option("Write the results into this directory.")
+MAX_CONTEXT = Option("Limit prompt plus output to this many tokens.")
+SEED = Option("Set the random seed.")
 
 
 class SamplingOptions(OptionTable):
     """How `faser generate` and `faser chat` draw tokens."""
 
-    max_tokens: Annotated[int, Option("Tokens to generate.", SAMPLING)] = 64
-    temperature: Annotated[float, Option("0 decodes greedily.", SAMPLING)] = 0.0
-    top_k: Annotated[int, Option("0 is off.", SAMPLING)] = 0
-    top_p: Annotated[float, Option("1 is off.", SAMPLING)] = 1.0
-    seed: Annotated[int | None, Option("Default: a fresh one.", SAMPLING)] = None
-    stop: Annotated[list[str], Option("Text to stop after; may be given several times.", SAMPLING)] = []  # noqa: RUF012
+    max_tokens: int = option(64, "Generate at most this many tokens.", SAMPLING)
+    temperature: float = option(0.0, "Sample at this temperature; 0 decodes greedily.", SAMPLING)
+    top_k: int = option(0, "Sample among this many best tokens; 0: all.", SAMPLING)
+    top_p: float = option(1.0, "Sample within this probability mass; 1: all.", SAMPLING)
+    seed: int | None = option(None, SEED, section=SAMPLING, unset="a fresh one")
+    stop: list[str] = option([], "Stop after this text; repeatable.", SAMPLING)
+
+
+class DoctorOptions(OptionTable):
+    """The options of `faser doctor` alone."""
+
+    is_json: bool = option(False, JSON)
+    engine_dir: Path | None = option(None, ServingOptions.options()["engine_dir"], unset="none: report on the machine")
+    gpu_gib: float | None = option(None, "Assume a GPU of this many GiB.", unset="the GPU that is present")
+
+
+class ProfileOptions(OptionTable):
+    """The options of `faser profile`."""
+
+    is_quick: bool = option(False, "Measure briefly, with larger errors.", flags="--quick")
+    prompts: Path | None = option(
+        None, "Read prompts from this JSON-lines or .txt file.", unset="the target's own text"
+    )
+    budget_s: float | None = option(None, "Take about this many seconds, by measuring less.", unset="no limit")
 
 
 def takes(**tables: tuple[type[OptionTable], str] | type[OptionTable]) -> Callable[[Callable[..., None]], Any]:
-    """Replaces each of these parameters of a command by options of a table, all or those that are named.
+    """Replaces each of these parameters of a command by options of a table: all, or those named.
 
-    The command is called with an instance that holds what was given. `name:other` gives an option another name.
+    The command is called with an instance that holds the given values. `name:other` renames an option. The result's
+    `options` are the declarations, by parameter.
     """
     chosen = {group: _chosen(*table) if isinstance(table, tuple) else _chosen(table) for group, table in tables.items()}
 
@@ -50,6 +93,9 @@ def takes(**tables: tuple[type[OptionTable], str] | type[OptionTable]) -> Callab
                 given[group] = table.from_options(**{name: given.pop(each.name) for name, each in options.items()})
             command(**given)
 
+        with_tables.__dict__["options"] = {
+            each.name: table.options()[name] for table, options in chosen.values() for name, each in options.items()
+        }
         with_tables.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
         with_tables.__annotations__ = {each.name: each.annotation for each in parameters}
         return with_tables
@@ -58,31 +104,37 @@ def takes(**tables: tuple[type[OptionTable], str] | type[OptionTable]) -> Callab
 
 
 def _chosen(table: type[OptionTable], names: str = "") -> tuple[type[OptionTable], dict[str, inspect.Parameter]]:
-    """The table, and for typer its options by their names in the table."""
+    """Returns the table, and its options as typer's parameters by their names in the table."""
     known = {name: option for name, option in table.options().items() if option.help}
     found = {}
     for name, _, other in (each.partition(":") for each in names.split() or known):
         field, option = table.model_fields[name], known[name]
         default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
-        shown = option.shown_default or default not in (None, [])
-        help_text = option.help.replace("{policies}", POLICIES)
-        given = typer.Option(*option.flags.split(), help=help_text, show_default=shown, rich_help_panel=option.section)
-        kind = inspect.Parameter.KEYWORD_ONLY
-        annotation = Annotated[field.annotation, given]
-        found[name] = inspect.Parameter(other or name, kind, default=default, annotation=annotation)
+        given = typer.Option(
+            *option.flags.split(),
+            help=option.help,
+            show_default=not field.is_required() and (option.unset or default not in (None, [])),
+            rich_help_panel=option.section,
+            metavar=f"<{option.values.format(policies=POLICIES.replace(', ', '|'))}>" if option.values else None,
+        )
+        found[name] = inspect.Parameter(
+            other or name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=Annotated[field.annotation, given],
+        )
     return table, found
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help has a section per panel. No name is cut, however narrow the terminal is."""
+    """A command whose help has a section per panel and cuts no name, however narrow the terminal is."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx)
-            if record is not None:
+            if (record := param.get_help_record(ctx)) is not None:
                 other = "Options" if param.param_type_name == "option" else "Arguments"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or other, []).append(record)
+                sections[getattr(param, "rich_help_panel", None) or other].append(record)
         for title, records in sections.items():
             if records:
                 with formatter.section(title):
@@ -97,7 +149,7 @@ def parse_integers(option: str, text: str) -> tuple[int, ...]:
 
 
 def print_steps() -> Callable[[str, int, int], None]:
-    """Prints the first report of each step of a build."""
+    """Returns a function that prints the first report of each build step to stderr."""
     last_done = -1
 
     def report(what: str, done: int, total: int) -> None:

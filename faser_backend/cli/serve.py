@@ -1,4 +1,4 @@
-"""`faser serve`, `faser openai` and `faser reload`: options become what the serving room is told."""
+"""The commands `faser serve`, `faser openai` and `faser reload`: they check options, then start or call servers."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from faser_backend.cli.options import print_steps, takes
-from faser_backend.core.config import EngineConfig
-from faser_backend.serving.parameters import ModelOptions, OpenAIOptions, ServeOptions, ServingOptions
+from faser_backend.core.config import EngineConfig, OptionTable, option
+from faser_backend.serving.parameters import ADMIN_KEY_FILE, ModelOptions, OpenAIOptions, ServeOptions, ServingOptions
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 LOGS = "log_format otlp_endpoint"
-OPENAI = "model_name speculation_metrics api_key_file allow_origin tls_cert tls_key"
+OPENAI = "model_name api_key_file allow_origin tls_cert tls_key speculation_metrics"
 
 
 @takes(
@@ -29,68 +28,59 @@ OPENAI = "model_name speculation_metrics api_key_file allow_origin tls_cert tls_
 def serve(
     *, serving: ServingOptions, where: ServeOptions, model: ModelOptions, engine: EngineConfig, openai: OpenAIOptions
 ) -> None:
-    """Serve an engine directory behind Triton Inference Server until SIGINT or SIGTERM, then drain."""
-    from faser_backend.serving.access import GrpcTls, check_host, random_key, read_admin_key
+    """Serve an engine directory behind Triton Inference Server.
+
+    SIGINT or SIGTERM drains the server: running requests finish first.
+    """
     from faser_backend.serving.tracing import check_endpoint
     from faser_backend.triton.launch import check_engine, serve_until_signalled
-    from faser_backend.triton.server import LaunchOptions
 
-    check_host(where.host, is_exposed=where.expose_triton)
-    admin_key = random_key() if where.admin_key_file is None else read_admin_key(where.admin_key_file)
-    restricted = tuple(name.strip() for name in (where.restrict or "").split(",") if name.strip())
-    tls = GrpcTls.of(where.grpc_tls_cert, where.grpc_tls_key, where.grpc_tls_root)
-    if where.openai_port is not None:
-        from faser_backend.openai.server import check_exposure, check_origins, check_server, read_keys
-
-        check_origins(openai.allow_origin)
-        check_server(
-            where.openai_port,
-            is_decoupled=where.decoupled,
-            contract=where.contract,
-            is_encrypted=tls is not None,
-            restricted=restricted,
-        )
-        check_exposure(openai.host, read_keys(openai.api_key_file))
+    _check_access(where, openai)
+    if model.otlp_endpoint is not None:
+        model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
+    name = openai.model_name or (None if serving.engine_dir else DEMO_NAME)
     directory = check_engine(serving.engine_dir, engine, serving.chat_template, print_steps())
     resolved = {
         "engine_dir": directory.resolve(),
         "chat_template": None if serving.chat_template is None else serving.chat_template.resolve(),
-        "stop_requests": serving.stop_requests or ("off" if where.expose_triton else "on"),
     }
-    if model.otlp_endpoint is not None:
-        model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
-    parameters = serving.model_copy(update=resolved).as_parameters() | engine.as_parameters() | model.as_parameters()
-    options = LaunchOptions(
-        where.http_port,
-        where.grpc_port,
-        where.metrics_port,
-        where.host,
-        where.decoupled,
-        contract=where.contract,
-        parameters=parameters,
-        exposes_triton=where.expose_triton,
-        admin_key=admin_key,
-        also_restricted=restricted,
-        grpc_tls=tls,
-        has_model_control=where.admin_key_file is not None,
-    )
+    stop_requests = serving.stop_requests or ("off" if where.expose_triton else "on")
+    serving = serving.model_copy(update={**resolved, "stop_requests": stop_requests})
     command = None
     if where.openai_port is not None:
-        triton = {"triton": f"{where.host}:{where.grpc_port}", "triton_metrics": f"{where.host}:{where.metrics_port}"}
-        name = openai.model_name or (None if serving.engine_dir else DEMO_NAME)
-        own = {"port": where.openai_port, "model_name": name}
+        ports = {"triton": where.grpc_port, "triton_metrics": where.metrics_port}
+        own = {key: f"{where.host}:{port}" for key, port in ports.items()} | {"port": where.openai_port}
         shared = {"draft": engine.draft, "log_format": model.log_format, "max_text_bytes": serving.max_text_bytes}
-        given = openai.model_dump() | resolved | triton | own | shared
-        del given["stop_requests"]
+        given = openai.model_dump() | resolved | own | shared | {"model_name": name}
         command = [sys.executable, "-m", "faser_backend.cli", "openai", *_as_arguments(given)]
-    status = serve_until_signalled(
-        options, shows_log=where.verbose, log_format=model.log_format, openai=command, hang_timeout_s=where.hang_timeout
+    parameters = serving.as_parameters() | engine.as_parameters() | model.as_parameters()
+    raise typer.Exit(serve_until_signalled(where, parameters, log_format=model.log_format, openai=command))
+
+
+def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
+    """Raises ConfigError for options under which a server would not start, or would be open to strangers."""
+    from faser_backend.serving.access import check_host, restriction_options
+
+    check_host(where.host, is_exposed=where.expose_triton)
+    restriction_options(where.admin_key, where.restricted)
+    is_encrypted = where.grpc_tls is not None
+    if where.openai_port is None:
+        return
+    from faser_backend.openai.server import check_exposure, check_origins, check_server, read_keys
+
+    check_origins(openai.allow_origin)
+    check_server(
+        where.openai_port,
+        is_decoupled=where.decoupled,
+        contract=where.contract,
+        is_encrypted=is_encrypted,
+        restricted=where.restricted,
     )
-    raise typer.Exit(status)
+    check_exposure(openai.host, read_keys(openai.api_key_file))
 
 
 def _as_arguments(options: Mapping[str, object]) -> list[str]:
-    """A command line that gives these options. None and False are left out, a list is an option for each."""
+    """Returns the arguments that give these options, without those that are None or False."""
     arguments = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
@@ -101,34 +91,41 @@ def _as_arguments(options: Mapping[str, object]) -> list[str]:
     return arguments
 
 
-def reload(
-    engine_dir: Annotated[Path, typer.Option(help="Engine directory to serve from now on.", show_default=False)],
-    admin_key_file: Annotated[Path, typer.Option(help="That of `faser serve`.", show_default=False)],
-    http: Annotated[str, typer.Option(help="HOST:PORT of the server's HTTP port.")] = "127.0.0.1:8000",
-    timeout: Annotated[float, typer.Option(help="Seconds that the new engine may take to be ready.")] = 600.0,
-) -> None:
-    """Have a running server change its engines; requests that it has begun end with the old ones."""
+class ReloadOptions(OptionTable):
+    """The options of `faser reload`."""
+
+    engine_dir: Path = option(..., ServingOptions.options()["engine_dir"])
+    admin_key_file: Path = option(..., ADMIN_KEY_FILE)
+    http: str = option("127.0.0.1:8000", "Connect to Triton's HTTP port at HOST:PORT.")
+    timeout: float = option(600.0, "Wait this many seconds for the new engine.")
+
+
+@takes(options=ReloadOptions)
+def reload(*, options: ReloadOptions) -> None:
+    """Replace the engines of a running server.
+
+    Requests in progress finish on the old engines.
+    """
     from faser_backend.serving.access import read_admin_key
     from faser_backend.triton.admin import Administration
     from faser_backend.triton.reload import reload_engine
 
-    before = reload_engine(Administration(http, read_admin_key(admin_key_file)), engine_dir, timeout)
-    print(f"served from now on: {engine_dir.resolve()}; before: {before}")
+    administration = Administration(options.http, read_admin_key(options.admin_key_file))
+    before = reload_engine(administration, options.engine_dir, options.timeout)
+    print(f"serving {options.engine_dir.resolve()} instead of {before}")
 
 
-@takes(
-    serving=(ServingOptions, "engine_dir"),
-    openai=OpenAIOptions,
-    engine=(EngineConfig, "draft"),
-    model=(ModelOptions, "log_format"),
-)
-def openai(*, serving: ServingOptions, openai: OpenAIOptions, engine: EngineConfig, model: ModelOptions) -> None:
-    """Serve OpenAI's API in front of a Triton server that serves the engine directory already."""
+@takes(openai=OpenAIOptions, engine=(EngineConfig, "draft"), model=(ModelOptions, "log_format"))
+def openai(*, openai: OpenAIOptions, engine: EngineConfig, model: ModelOptions) -> None:
+    """Serve OpenAI's API in front of a running Triton.
+
+    Triton must already serve the same engine directory.
+    """
     from faser_backend.openai.server import run_openai
     from faser_backend.serving.demo_engine import demo_engine_dir
     from faser_backend.serving.log_format import set_up_logging
 
     set_up_logging(model.log_format, "openai", logging.WARNING)
-    if serving.engine_dir is None and openai.model_name is None:
+    if openai.engine_dir is None and openai.model_name is None:
         openai = openai.model_copy(update={"model_name": DEMO_NAME})
-    run_openai(openai, serving.engine_dir or demo_engine_dir(print_steps()), engine.draft)
+    run_openai(openai, openai.engine_dir or demo_engine_dir(print_steps()), engine.draft)

@@ -1,14 +1,15 @@
-"""The options: name, type, default, help and place of each, declared once; and those of an engine, its configuration.
+"""Tables of options, and the table of an engine's options.
 
-A table of options is a frozen class, validated once, no I/O. From it come the command line (cli_options.py),
-config.pbtxt and docs/cli.md. What can be computed (model sizes, context length) comes from the engine's manifest.
+A table is a frozen class: each field declares the name, type, default and help of one option. The command line
+(cli/options.py), config.pbtxt (triton/model_configs.py) and docs/cli.md follow from the tables. Several tables may have
+an option in common; they then share its `Option`. Model sizes and the context length come from the engine's manifest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal, Self
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,17 +19,26 @@ from faser_backend.core.errors import ConfigError
 # those of `fixed:4` at 0.58x or more.
 DEFAULT_POLICY = "faser"
 SPECULATION, CAPACITY = "Speculation", "Capacity"  # sections of help
+DraftSource = Literal["auto", "model", "ngram", "model+ngram"]
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How users give a field of a table; its name, type and default are the field's own."""
+    """How users give one field of a table. Name, type and default are the field's own."""
 
-    help: str = ""  # on the command line; "": no option of it
-    section: str = "Options"  # of that help
-    flags: str = ""  # where the name does not say them
-    shown_default: str = ""  # in place of None
-    parameter: str = ""  # key in config.pbtxt, where it is not the name
+    help: str = ""  # on the command line; "": only a config.pbtxt gives it
+    section: str = "Options"  # of the command's help
+    flags: str = ""  # if they differ from the name
+    values: str = ""  # of a text, shown instead of its type
+    unset: str = ""  # shown as default instead of None
+    parameter: str = ""  # key in config.pbtxt, if it differs from the name
+
+
+def option(default: Any, given: Option | str, section: str = "", *, ge: Any = None, le: Any = None, **more: str) -> Any:
+    """Declares a field of a table. given: its help, or an Option that several tables have. more: fields of Option."""
+    shared = Option(given) if isinstance(given, str) else given
+    extra: dict[str, Any] = {"option": replace(shared, section=section or shared.section, **more)}
+    return Field(default, ge=ge, le=le, json_schema_extra=extra)
 
 
 class OptionTable(BaseModel):
@@ -38,12 +48,12 @@ class OptionTable(BaseModel):
 
     @classmethod
     def from_options(cls, **options: object) -> Self:
-        """Validates options given by name. Raises ConfigError with the name, the value and the limit of bad ones."""
+        """Validates options given by name. Raises ConfigError with the name, value and limit of each bad one."""
         return cls._validated(options, {})
 
     @classmethod
     def from_parameters(cls, texts: Mapping[str, str]) -> Self:
-        """Reads its own of all parameters that config.pbtxt gives. Raises ConfigError as from_options, with keys."""
+        """Reads this table's options from the parameters of a config.pbtxt. Raises ConfigError with their keys."""
         keys = cls.keys()
         return cls._validated({name: texts[key] for name, key in keys.items() if key in texts}, keys)
 
@@ -52,12 +62,12 @@ class OptionTable(BaseModel):
         try:
             return cls.model_validate(options)
         except ValidationError as error:
-            places = [[shown.get(str(part), str(part)) for part in e["loc"]] for e in error.errors()]
-            lines = (f"{'.'.join(p)} = {e['input']!r}: {e['msg']}" for p, e in zip(places, error.errors(), strict=True))
+            names = [[shown.get(str(part), str(part)) for part in each["loc"]] for each in error.errors()]
+            lines = (f"{'.'.join(n)} = {e['input']!r}: {e['msg']}" for n, e in zip(names, error.errors(), strict=True))
             raise ConfigError("; ".join(lines)) from None
 
     def as_parameters(self) -> dict[str, str]:
-        """Returns what was given, as it is to stand in config.pbtxt, by its keys. None is unset there."""
+        """Returns the options that were given, as texts by their keys in config.pbtxt. None is left out."""
         values = {key: getattr(self, name) for name, key in self.keys().items() if name in self.model_fields_set}
         return {
             key: str(value).lower() if isinstance(value, bool) else str(value)
@@ -72,52 +82,44 @@ class OptionTable(BaseModel):
 
     @classmethod
     def options(cls) -> dict[str, Option]:
-        """Returns how users give the fields, by name."""
-        return {
-            name: next((each for each in field.metadata if isinstance(each, Option)), Option())
-            for name, field in cls.model_fields.items()
-        }
+        """Returns how users give each field, by name."""
+        extras: dict[str, Any] = {name: field.json_schema_extra or {} for name, field in cls.model_fields.items()}
+        return {name: extra.get("option", Option()) for name, extra in extras.items()}
 
 
 class EngineConfig(OptionTable):
     """How an engine schedules, speculates and samples."""
 
-    policy: Annotated[str, Option("What decides how much is drafted: {policies}.", SPECULATION)] = DEFAULT_POLICY
-    # "auto" is the engine directory's draft model, or n-grams of the text so far where it has none; "model+ngram" takes
-    # for each request and step the chain of either that promises more.
-    draft: Annotated[
-        Literal["auto", "model", "ngram", "model+ngram"],
-        Option("Who drafts. Auto: the draft model where there is one.", SPECULATION),
-    ] = "auto"
-    acceptance: Annotated[Literal["match", "rejection"], Option("How drafted tokens are accepted.", SPECULATION)] = (
-        "match"
+    policy: str = option(DEFAULT_POLICY, "Choose how draft lengths are decided.", SPECULATION, values="{policies}")
+    # "auto": the engine directory's draft model, else n-grams of the text so far. "model+ngram": for each request and
+    # step, the chain that promises more.
+    draft: DraftSource = option("auto", "Choose what drafts; auto prefers the draft model.", SPECULATION)
+    acceptance: Literal["match", "rejection"] = option(
+        "match", "Choose the rule that accepts drafted tokens.", SPECULATION
     )
     # For ablations.
-    early_exit: Annotated[Literal["auto", "on", "off"], Option("Auto: as the policy decides.", SPECULATION)] = "auto"
-    pipeline: Annotated[
-        Literal["auto", "serial", "run_ahead", "ping_pong"], Option("Auto: as the policy decides.", SPECULATION)
-    ] = "auto"
-    max_num_seqs: Annotated[int, Field(ge=1, le=1024), Option("Requests that decode side by side.", CAPACITY)] = 32
-    max_queue_size: Annotated[
-        int, Field(ge=0, le=1_000_000), Option("Requests that may wait; 0 is unbounded.", CAPACITY)
-    ] = 256
-    max_prefill_tokens: Annotated[int, Field(ge=1, le=65536)] = 256  # per step, beside the decodes
-    num_kv_blocks: Annotated[
-        int | None, Field(ge=1), Option("KV blocks.", CAPACITY, shown_default="from free memory")
-    ] = None
-    enable_prefix_reuse: Annotated[
-        bool,
-        Option(
-            "Share the KV blocks of equal prompt beginnings.",
-            CAPACITY,
-            "--prefix-reuse/--no-prefix-reuse",
-            parameter="enable_kv_cache_reuse",
-        ),
-    ] = True
-    admission: Annotated[
-        Literal["max_utilization", "guaranteed_no_evict"],
-        Option("When waiting requests may start.", CAPACITY, parameter="batch_scheduler_policy"),
-    ] = "max_utilization"
-    num_threads: Annotated[
-        int | None, Field(ge=1, le=1024), Option("CPU threads of the engine.", CAPACITY, shown_default="all cores")
-    ] = None  # those of the partition
+    early_exit: Literal["auto", "on", "off"] = option(
+        "auto", "Control early exits; auto follows the policy.", SPECULATION
+    )
+    pipeline: Literal["auto", "serial", "run_ahead", "ping_pong"] = option(
+        "auto", "Choose how drafting overlaps verification; auto follows the policy.", SPECULATION
+    )
+    max_num_seqs: int = option(32, "Decode at most this many requests together.", CAPACITY, ge=1, le=1024)
+    max_queue_size: int = option(
+        256, "Queue at most this many requests; 0 removes the limit.", CAPACITY, ge=0, le=1_000_000
+    )
+    max_prefill_tokens: int = Field(default=256, ge=1, le=65536)  # per step, beside the decodes
+    num_kv_blocks: int | None = option(None, "Set the number of KV blocks.", CAPACITY, unset="from free memory", ge=1)
+    enable_prefix_reuse: bool = option(
+        True,
+        "Share the KV blocks of equal prompt prefixes.",
+        CAPACITY,
+        flags="--prefix-reuse/--no-prefix-reuse",
+        parameter="enable_kv_cache_reuse",
+    )
+    admission: Literal["max_utilization", "guaranteed_no_evict"] = option(
+        "max_utilization", "Choose when waiting requests may start.", CAPACITY, parameter="batch_scheduler_policy"
+    )
+    num_threads: int | None = option(
+        None, "Use this many CPU threads.", CAPACITY, unset="all cores", ge=1, le=1024
+    )  # None: the cores of the partition

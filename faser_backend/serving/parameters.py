@@ -1,39 +1,46 @@
-"""The options of served models, beside those of the engine (config.py), and what a config.pbtxt gives of them.
+"""The options of served models and servers, beside those of the engine (core/config.py).
 
-The names are those that users of TensorRT-LLM's backend know, and ours. A value left as `${name}` or empty is unset;
-parameters that mean nothing here (GPU ids on a CPU) are accepted without effect.
+Names follow TensorRT-LLM's backend where it has the option. In a config.pbtxt, a value that is empty or left as
+`${name}` is unset.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from faser_backend.core.config import CAPACITY, Option, OptionTable
-from faser_backend.serving.access import ALSO_RESTRICTABLE
+from faser_backend.core.config import CAPACITY, Option, OptionTable, option
+from faser_backend.serving.access import ALSO_RESTRICTABLE, GrpcTls, random_key, read_admin_key
 
-PORTS, ACCESS, CONTRACT, OPENAI = "Ports and logs", "Access", "Triton's contract", "OpenAI's API"
+SERVER, ACCESS, CONTRACT, OPENAI = "Server", "Access", "Triton's contract", "OpenAI's API"
+# Options that several tables have.
+HOST = Option("Listen on this address.", SERVER)
+TRITON_URL = Option("Connect to Triton's gRPC port at HOST:PORT.")
+ADMIN_KEY_FILE = Option(
+    "Read the key of Triton's administration from this file.", ACCESS, unset="administration is closed"
+)
 _UNSET = re.compile(r"\$\{\w+\}")
 
 
 def given_parameters(model_config: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the parameters that are set in a model's configuration, as Triton hands it over in JSON."""
+    """Returns the parameters that are set in a model's configuration, which Triton passes as JSON."""
     values = {name: entry.get("string_value", "").strip() for name, entry in model_config.get("parameters", {}).items()}
     return {name: value for name, value in values.items() if value and not _UNSET.fullmatch(value)}
 
 
 class ModelOptions(OptionTable):
-    """Options of single models; model_configs.py says which model reads which."""
+    """The options of single models; model_configs.py lists the models that read each."""
 
-    log_format: Annotated[
-        Literal["text", "json"], Option("JSON has an object per line, requests by their ids.", PORTS)
-    ] = "text"
-    otlp_endpoint: Annotated[str | None, Option("OpenTelemetry collector, http://HOST:PORT, for traces.", PORTS)] = None
-    triton_max_batch_size: Annotated[int, Field(ge=1)] = 64
+    log_format: Literal["text", "json"] = option("text", "Write logs as text or as JSON lines.", SERVER)
+    otlp_endpoint: str | None = option(
+        None, "Send traces to this OpenTelemetry collector, as http://HOST:PORT.", SERVER
+    )
+    triton_max_batch_size: int = Field(default=64, ge=1)
     decoupled_mode: bool = True
     add_special_tokens: bool | None = None  # None: as the checkpoint says
     skip_special_tokens: bool = True
@@ -41,93 +48,84 @@ class ModelOptions(OptionTable):
 
 
 class PromptOptions(OptionTable):
-    """Options of all that read texts: the engine's model and the OpenAI server."""
+    """The options of every process that reads texts: the engine's model and the OpenAI server."""
 
-    chat_template: Annotated[Path | None, Option("Jinja template instead of the checkpoint's.")] = None
-    max_text_bytes: Annotated[
-        int | None,
-        Field(ge=1),
-        Option("Bytes of one text.", CAPACITY, shown_default="what may fit into the context"),
-    ] = None
+    engine_dir: Path | None = option(
+        None, "Use this engine directory.", parameter="gpt_model_path", unset="the demo pair, built on first use"
+    )
+    chat_template: Path | None = option(None, "Replace the checkpoint's chat template by this Jinja file.")
+    max_text_bytes: int | None = option(
+        None, "Limit the bytes of one text.", CAPACITY, unset="what fits the context", ge=1
+    )
 
 
 class ServingOptions(PromptOptions):
-    """Options of the engine's model, besides decoding."""
+    """The options of the engine's model, besides decoding."""
 
-    engine_dir: Annotated[
-        Path | None,
-        Option("Engine directory; default: the demo pair, built on first use.", parameter="gpt_model_path"),
-    ] = None
     # This engine batches in flight and does nothing else.
     gpt_model_type: Literal["inflight_batching", "inflight_fused_batching"] = "inflight_fused_batching"
-    max_tokens_in_paged_kv_cache: Annotated[int | None, Field(ge=1)] = None  # bounds the KV pool
-    out_of_vocab: Annotated[Literal["reject", "clamp"], Option("What to do with unknown token ids.", CONTRACT)] = (
-        "reject"
-    )
-    exclude_input_in_output: Annotated[bool, Option("Unary answers without the prompt.", CONTRACT)] = False
+    max_tokens_in_paged_kv_cache: int | None = Field(default=None, ge=1)  # bounds the KV pool
+    out_of_vocab: Literal["reject", "clamp"] = option("reject", "Reject or clamp unknown token ids.", CONTRACT)
+    exclude_input_in_output: bool = option(False, "Leave the prompt out of unary answers.", CONTRACT)
     add_special_tokens: bool | None = None  # None: as the checkpoint says
-    stop_requests: Annotated[
-        Literal["on", "off"] | None,
-        Option(
-            "Let `stop` = true end a request by its id, anybody's.",
-            ACCESS,
-            shown_default="off with --expose-triton, else on",
-        ),
-    ] = None
-    cancellation_check_period_ms: Annotated[int, Field(ge=1)] = 100  # 100 at most take effect
-    stats_check_period_ms: Annotated[int, Field(ge=1)] = 250
+    stop_requests: Literal["on", "off"] | None = option(
+        None, "Let clients stop any request by its id.", ACCESS, unset="off with --expose-triton, else on"
+    )
+    cancellation_check_period_ms: int = Field(default=100, ge=1)  # values above 100 act as 100
+    stats_check_period_ms: int = Field(default=250, ge=1)
 
 
 class ServeOptions(OptionTable):
-    """Options of `faser serve` alone: where the server listens, and to whom."""
+    """The options of Triton's process: where it listens, and to whom."""
 
-    http_port: Annotated[int, Option("HTTP port.", PORTS)] = 8000
-    grpc_port: Annotated[int, Option("gRPC port.", PORTS)] = 8001
-    metrics_port: Annotated[int, Option("Metrics port.", PORTS)] = 8002
-    host: Annotated[str, Option("Address to listen on.", PORTS)] = "127.0.0.1"
-    verbose: Annotated[bool, Option("Show Triton's own log.", PORTS, "--verbose")] = False
-    expose_triton: Annotated[bool, Option("Allow a non-loopback --host.", ACCESS, "--expose-triton")] = False
-    admin_key_file: Annotated[
-        Path | None,
-        Option("File with the key to Triton's administration.", ACCESS, shown_default="nobody has it"),
-    ] = None
-    restrict: Annotated[
-        str | None,
-        Option(f"What else needs the admin key, of {', '.join(ALSO_RESTRICTABLE)}.", ACCESS, shown_default="nothing"),
-    ] = None
-    grpc_tls_cert: Annotated[Path | None, Option("Certificate chain of Triton's gRPC port.", ACCESS)] = None
-    grpc_tls_key: Annotated[Path | None, Option("Its private key.", ACCESS)] = None
-    grpc_tls_root: Annotated[Path | None, Option("Root of certificates that gRPC clients must have.", ACCESS)] = None
-    contract: Annotated[Literal["inflight_batcher", "llmapi"], Option("Names of models and tensors.", CONTRACT)] = (
-        "inflight_batcher"
+    http_port: int = option(8000, "Listen for HTTP on this port.", SERVER)
+    grpc_port: int = option(8001, "Listen for gRPC on this port.", SERVER)
+    metrics_port: int = option(8002, "Serve metrics on this port.", SERVER)
+    host: str = option("127.0.0.1", HOST)
+    verbose: bool = option(False, "Show Triton's own log.", SERVER, flags="--verbose")
+    expose_triton: bool = option(False, "Allow a non-loopback --host.", ACCESS, flags="--expose-triton")
+    admin_key_file: Path | None = option(None, ADMIN_KEY_FILE)
+    restrict: str | None = option(
+        None, "Require the admin key for these APIs too.", ACCESS, values=",".join(ALSO_RESTRICTABLE)
     )
-    decoupled: Annotated[
-        bool, Option("Use for streaming clients; unary gRPC clients need --no-decoupled.", CONTRACT)
-    ] = True
-    hang_timeout: Annotated[
-        float, Field(ge=0), Option("Seconds without progress after which a process is killed. 0: never.", CAPACITY)
-    ] = 10.0
-    openai_port: Annotated[int | None, Option("Serve OpenAI's API on this port as well.", OPENAI)] = None
+    grpc_tls_cert: Path | None = option(None, "Encrypt gRPC with this certificate chain.", ACCESS)
+    grpc_tls_key: Path | None = option(None, "Use this private key with --grpc-tls-cert.", ACCESS)
+    grpc_tls_root: Path | None = option(None, "Accept only gRPC clients that this root certifies.", ACCESS)
+    contract: Literal["inflight_batcher", "llmapi"] = option(
+        "inflight_batcher", "Choose the names of models and tensors.", CONTRACT
+    )
+    decoupled: bool = option(True, "Use for streaming clients; unary gRPC clients need --no-decoupled.", CONTRACT)
+    hang_timeout: float = option(10.0, "Kill processes stuck for this many seconds; 0: never.", SERVER, ge=0)
+    openai_port: int | None = option(None, "Serve OpenAI's API on this port too.", OPENAI)
+
+    @cached_property
+    def admin_key(self) -> str:
+        """The key in --admin-key-file, else a random one that nobody learns. Raises ConfigError."""
+        return random_key() if self.admin_key_file is None else read_admin_key(self.admin_key_file)
+
+    @property
+    def restricted(self) -> tuple[str, ...]:
+        """The names in --restrict, not checked."""
+        return tuple(name.strip() for name in (self.restrict or "").split(",") if name.strip())
+
+    @property
+    def grpc_tls(self) -> GrpcTls | None:
+        """The files of --grpc-tls-*. Raises ConfigError for a missing one."""
+        return GrpcTls.of(self.grpc_tls_cert, self.grpc_tls_key, self.grpc_tls_root)
 
 
 class OpenAIOptions(PromptOptions):
-    """Options of the OpenAI server, which `faser openai` starts, or `faser serve` beside Triton."""
+    """The options of the OpenAI server, which `faser openai` starts, or `faser serve` beside Triton."""
 
-    triton: Annotated[str, Option("gRPC address of the Triton server.")] = "127.0.0.1:8001"
-    triton_metrics: Annotated[str | None, Option("Address of its metrics, for /metrics.")] = None
-    port: Annotated[int, Option("Port of the API.")] = 9000
-    host: Annotated[str, Option("Address to listen on for OpenAI's API; others than loopback need keys.", OPENAI)] = (
-        "127.0.0.1"
+    triton: str = option("127.0.0.1:8001", TRITON_URL)
+    triton_metrics: str | None = option(None, "Answer /metrics from Triton's metrics at HOST:PORT.")
+    port: int = option(9000, "Listen on this port.")
+    host: str = option("127.0.0.1", HOST, section=OPENAI)
+    model_name: str | None = option(
+        None, "Name the model in OpenAI's API.", OPENAI, unset="the engine directory's name"
     )
-    model_name: Annotated[
-        str | None, Option("Name of the model in OpenAI's API.", OPENAI, shown_default="the engine directory's")
-    ] = None
-    speculation_metrics: Annotated[
-        bool, Option("OpenAI's API tells every answer's acceptance, asked or not.", OPENAI)
-    ] = False
-    api_key_file: Annotated[Path | None, Option("File of API keys, one per line.", OPENAI)] = None
-    allow_origin: Annotated[
-        list[str], Option("Allow web pages of this origin to ask, as https://HOST. Repeatable.", OPENAI)
-    ] = []  # noqa: RUF012 - copied for each
-    tls_cert: Annotated[Path | None, Option("Certificate chain, for https.", OPENAI)] = None
-    tls_key: Annotated[Path | None, Option("Its private key.", OPENAI)] = None
+    speculation_metrics: bool = option(False, "Report acceptance in every answer, asked or not.", OPENAI)
+    api_key_file: Path | None = option(None, "Accept the API keys in this file, one per line.", OPENAI)
+    allow_origin: list[str] = option([], "Allow web pages from this https://HOST; repeatable.", OPENAI)
+    tls_cert: Path | None = option(None, "Serve https with this certificate chain.", OPENAI)
+    tls_key: Path | None = option(None, "Use this private key with --tls-cert.", OPENAI)

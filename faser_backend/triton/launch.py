@@ -9,7 +9,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -22,12 +22,13 @@ from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_teller
+from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
 from faser_backend.triton.heartbeat import HangWatch
 from faser_backend.triton.model_configs import CONTRACTS
-from faser_backend.triton.server import DRAIN_S, TELL_S, LaunchOptions, TritonServer
+from faser_backend.triton.server import DRAIN_S, TELL_S, TritonServer
 
 OPENAI_START_S = 30.0
 WATCH_S = 0.5  # between two looks at the processes
@@ -56,18 +57,13 @@ def check_engine(
 
 
 def serve_until_signalled(
-    options: LaunchOptions,
-    *,
-    shows_log: bool,
-    log_format: str = "text",
-    openai: list[str] | None = None,
-    hang_timeout_s: float,
+    options: ServeOptions, parameters: Mapping[str, str], *, log_format: str = "text", openai: list[str] | None = None
 ) -> int:
     """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
 
-    hang_timeout_s: after which a process that makes no progress is killed; 0: never.
-    log_format: of what it says on stderr.
-    openai: command of the OpenAI-compatible front end; it starts once the server is ready, and drains before it.
+    parameters: as TritonServer takes them.
+    log_format: of the lines on stderr.
+    openai: command of the OpenAI server, which starts after Triton is ready and drains before it.
     """
     tell = line_teller(log_format, "serve")
     is_signalled = threading.Event()
@@ -79,7 +75,7 @@ def serve_until_signalled(
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
-    with TritonServer(options, shows_log=shows_log) as server, contextlib.ExitStack() as stack:
+    with TritonServer(options, parameters) as server, contextlib.ExitStack() as stack:
         phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(tell, "INFO")))
         phases.begin(launching := f"starting Triton Inference Server, log in {server.log_file}")
 
@@ -103,7 +99,7 @@ def serve_until_signalled(
                 flush=True,
             )
         models = set(server.model_processes().values())
-        watch = HangWatch(server.log_file.parent.name, hang_timeout_s)
+        watch = HangWatch(server.log_file.parent.name, options.hang_timeout)
         while not is_signalled.wait(WATCH_S):
             _kill_what_hangs(watch, server, front, tell)
             if front is not None and front.process.poll() is not None:

@@ -22,13 +22,15 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
-from faser_backend.serving.access import GrpcTls, check_host, random_key, restriction_options
+from faser_backend.serving.access import check_host, restriction_options
+from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 from faser_backend.serving.tracing import forward_options
 from faser_backend.triton.admin import AdminError, Administration
@@ -46,26 +48,6 @@ ENGINE_MODEL = "tensorrt_llm"
 LOCK_ERROR = "boost::interprocess::lock_exception"  # of Triton's Python backend at a start; the next one goes well
 SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract
 _MODEL_PROCESS = "triton_python_backend_stub"
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchOptions:
-    """Where the server listens and what is written into its model configurations."""
-
-    http_port: int = 8000
-    grpc_port: int = 8001
-    metrics_port: int = 8002
-    host: str = "127.0.0.1"
-    is_decoupled: bool = True
-    contract: str = "inflight_batcher"
-    parameters: dict[str, str] = field(default_factory=dict)  # by their names, or the keys that fill them
-    exposes_triton: bool = False  # host may be an address that others reach
-    admin_key: str = field(default_factory=random_key, repr=False)  # what opens Triton's administration
-    also_restricted: tuple[str, ...] = ()  # what else needs that key, see access.restriction_options
-    grpc_tls: GrpcTls | None = None
-    # Models can be loaded and unloaded with the key. Whoever has it may then run code of theirs as this user; and users
-    # of the same machine can read it on Triton's command line: so only where an operator chose a key.
-    has_model_control: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +108,14 @@ def check_ports(host: str, ports: dict[str, int]) -> None:
 class TritonServer:
     """One server process and its launch folder. Use as a context manager, or call `stop`."""
 
-    def __init__(self, options: LaunchOptions, *, shows_log: bool = False) -> None:
-        """Starts the process. Raises ConfigError where it cannot be started as asked."""
+    def __init__(self, options: ServeOptions, parameters: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Starts the process. Raises ConfigError if it cannot be started with these options.
+
+        parameters: of the model configurations, by their names or by the keys that fill them.
+        """
         self.options = options
         ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
-        check_host(options.host, is_exposed=options.exposes_triton)
+        check_host(options.host, is_exposed=options.expose_triton)
         install = find_triton()
         check_libpython()
         check_ports(options.host, ports)
@@ -138,9 +123,11 @@ class TritonServer:
         self._folder = self._launch_folder.path
         self.log_file = self._folder / "tritonserver.log"
         try:
-            write_launch_copy(REPOSITORIES[options.contract], self._folder / "model_repo", options)
-            self._command, self._environment = _server_command(install, self._folder, options), _environment(install)
-            self._is_ready, self._shows_log = False, shows_log
+            repository, copy = REPOSITORIES[options.contract], self._folder / "model_repo"
+            write_launch_copy(repository, copy, parameters, is_decoupled=options.decoupled)
+            self._command = server_command(install, self._folder, options, has_tracing="otlp_endpoint" in parameters)
+            self._environment = server_environment(install)
+            self._is_ready = False
             self.num_starts = 0
             self.num_lost_lines = 0  # of the log, that could not be written
             self._start()
@@ -233,7 +220,7 @@ class TritonServer:
 
     def _tell_probes(self) -> None:
         """Where models can be unloaded `/v2/health/ready` is false from now on: one that no answer needs goes."""
-        if not self.options.has_model_control or self.options.contract not in SPARE_MODELS:
+        if self.options.admin_key_file is None or self.options.contract not in SPARE_MODELS:
             return
         address = f"{self.options.host}:{self.options.http_port}"
         with contextlib.suppress(AdminError):  # then it says so once all is answered
@@ -264,7 +251,7 @@ class TritonServer:
                     log.write(line)
                 except OSError:
                     self.num_lost_lines += 1
-                if self._shows_log:
+                if self.options.verbose:
                     with contextlib.suppress(OSError):
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()
@@ -276,21 +263,25 @@ class TritonServer:
         self.stop()
 
 
-def write_launch_copy(repository: Path, target: Path, options: LaunchOptions) -> None:
-    """Copies the models of one contract and writes policy and parameters into their configurations."""
+def write_launch_copy(repository: Path, target: Path, parameters: Mapping[str, str], *, is_decoupled: bool) -> None:
+    """Copies the models of a contract and writes the parameters and the transaction policy into their config.pbtxt."""
     if not repository.is_dir():
         raise ConfigError(f"{repository}: no model repository here; install faser-backend again")
-    for name in options.parameters:
+    for name in parameters:
         if name not in known_keys():
             raise ConfigError(f"parameter {name}: no model of {repository.name} has such a parameter")
     for model in sorted(path for path in repository.iterdir() if (path / "config.pbtxt").is_file()):
         shutil.copytree(model, target / model.name, ignore=shutil.ignore_patterns("__pycache__"))
         config = target / model.name / "config.pbtxt"
         text = config.read_text()
-        config.write_text(launch_text(text, is_decoupled=options.is_decoupled, parameters=options.parameters))
+        config.write_text(launch_text(text, is_decoupled=is_decoupled, parameters=parameters))
 
 
-def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions) -> list[str]:
+def server_command(
+    install: TritonInstall, folder: Path, options: ServeOptions, *, has_tracing: bool = False
+) -> list[str]:
+    """Returns the command line of a server over folder/model_repo."""
+    tls = options.grpc_tls
     command = [str(install.binary), f"--model-repository={folder / 'model_repo'}"]
     if install.backends is not None and install.stub is not None:
         backend = folder / "backends" / "python"
@@ -302,10 +293,11 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
         command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
     return [
         *command,
-        *restriction_options(options.admin_key, options.also_restricted),
-        *(options.grpc_tls.options() if options.grpc_tls is not None else []),
-        *(forward_options() if "otlp_endpoint" in options.parameters else []),
-        *(["--model-control-mode=explicit", "--load-model=*"] if options.has_model_control else []),
+        *restriction_options(options.admin_key, options.restricted),
+        *(tls.options() if tls is not None else []),
+        *(forward_options() if has_tracing else []),
+        # A client that may load models may run code as this user: only with a key that an operator chose.
+        *(["--model-control-mode=explicit", "--load-model=*"] if options.admin_key_file is not None else []),
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
@@ -315,8 +307,8 @@ def _server_command(install: TritonInstall, folder: Path, options: LaunchOptions
     ]
 
 
-def _environment(install: TritonInstall) -> dict[str, str]:
-    """The stub embeds Python: PATH leads it to this interpreter's home, PYTHONPATH to its packages."""
+def server_environment(install: TritonInstall) -> dict[str, str]:
+    """Returns the server's environment. Its stub embeds Python and finds home and packages by PATH and PYTHONPATH."""
     environment = dict(os.environ)
 
     def prepend(name: str, entries: list[str]) -> None:

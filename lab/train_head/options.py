@@ -1,19 +1,18 @@
-"""Options of `faser train-head`: name, type, default and help of each, declared once. Knows no torch."""
+"""The options of `faser train-head`. Imports no torch, so that help appears at once."""
 
 from __future__ import annotations
 
 import os
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field
-
-from faser_backend.core.config import Option, OptionTable
+from faser_backend.cli import options as shared
+from faser_backend.core.config import EngineConfig, OptionTable, option
 
 
 class Stage(StrEnum):
-    """A stage of training. Typer accepts no list of literals."""
+    """A stage of training; an enumeration, as typer accepts no list of literals."""
 
     WRITE = "write"
     TRAIN = "train"
@@ -21,33 +20,29 @@ class Stage(StrEnum):
 
 
 class HeadOptions(OptionTable):
-    """num_ids, num_kv_heads, intermediate_size: None as training began, or the default."""
+    """The options. num_ids, num_kv_heads, intermediate_size: None keeps what training began with, or the default."""
 
-    target: Annotated[Path, Option("Target: a Hugging Face or TensorRT-LLM directory, or a GGUF file.")]
-    output: Annotated[Path, Option("Directory of the head.")]
-    work: Annotated[Path | None, Option("Folder of data and checkpoints, reused.", shown_default="OUTPUT.work")] = None
-    stage: Annotated[list[Stage], Option("Run this stage alone; may be repeated.", shown_default="all")] = []  # noqa: RUF012
-    tokens: Annotated[int, Option("Tokens that the target writes, held-out ones included.")] = 1_000_000
-    passes: Annotated[int, Option("Passes over the data.")] = 3
-    new_data: Annotated[
-        bool, Option("A trained head goes on with what was written since, not with all.", flags="--new-data")
-    ] = False
-    num_ids: Annotated[int | None, Option("Draft vocabulary: the most frequent ids.", shown_default="8192")] = None
-    num_kv_heads: Annotated[int | None, Option("Of the head.", shown_default="the target's")] = None
-    intermediate_size: Annotated[int | None, Option("Of the head.", shown_default="the target's")] = None
-    chain_length: Annotated[int, Option("Steps that each row drafts in training.")] = 3
-    tokens_per_step: Annotated[int, Option("Tokens of a training step.")] = 2048
-    matrix_rate: Annotated[float, Option("Learning rate of the layer's matrices (Muon).")] = 2e-3
-    rate: Annotated[float, Option("Learning rate of the rest (AdamW).")] = 5e-4
-    decay_share: Annotated[float, Option("Share of the steps in which rates fall to zero.")] = 0.5
-    num_slots: Annotated[int, Option("Conversations that are written together.")] = 64
-    num_threads: Annotated[int | None, Option("CPU threads.", shown_default="all cores")] = None
-    processes: Annotated[
-        int, Field(ge=1), Option("Training processes, which share threads and batches and average weights.")
-    ] = 1
-    device: Annotated[str, Option("Train on cpu, cuda, or auto.")] = "auto"
-    precision: Annotated[Literal["bf16", "fp32"], Option("Precision of matrix products in training.")] = "bf16"
-    seed: Annotated[int, Option("Seed of data and training.")] = 0
+    target: Path = option(..., shared.TARGET)
+    output: Path = option(..., shared.OUTPUT)
+    work: Path | None = option(None, "Keep data and checkpoints here, and resume from them.", unset="OUTPUT.work")
+    stage: list[Stage] = option([], "Run only this stage; repeatable.", unset="all")
+    tokens: int = option(1_000_000, "Let the target write this many tokens.")
+    passes: int = option(3, "Go over the data this many times.")
+    new_data: bool = option(False, "Continue a trained head on new data alone.", flags="--new-data")
+    num_ids: int | None = option(None, "Limit the draft vocabulary to the most frequent ids.", unset="8192")
+    num_kv_heads: int | None = option(None, "Give the head this many KV heads.", unset="the target's")
+    intermediate_size: int | None = option(None, "Set the intermediate size of the head.", unset="the target's")
+    chain_length: int = option(3, "Draft this many steps per row in training.")
+    tokens_per_step: int = option(2048, "Train on this many tokens per step.")
+    matrix_rate: float = option(2e-3, "Set the learning rate of matrices (Muon).")
+    rate: float = option(5e-4, "Set the learning rate of other weights (AdamW).")
+    decay_share: float = option(0.5, "Decay learning rates over this last share of steps.")
+    num_slots: int = option(64, "Write this many conversations together.")
+    num_threads: int | None = option(None, EngineConfig.options()["num_threads"], section="Options")
+    processes: int = option(1, "Train in this many processes, which average weights.", ge=1)
+    device: str = option("auto", "Train on this device.", values="auto|cpu|cuda")
+    precision: Literal["bf16", "fp32"] = option("bf16", "Multiply matrices in this precision.")
+    seed: int = option(0, shared.SEED)
     # No options of the command line:
     dialogues_per_shard: int = 64
     max_question: int = 192

@@ -96,16 +96,7 @@ def test_an_engine_without_a_template_says_so(run, engine_dir: Path, tmp_path: P
 
 def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path):
     main, terminal = pty.openpty()
-    command = [
-        sys.executable,
-        "-m",
-        "faser_backend.cli.main",
-        "chat",
-        "--engine-dir",
-        str(engine_dir),
-        "--num-threads",
-        "1",
-    ]
+    command = [sys.executable, "-m", "faser_backend.cli", "chat", "--num-threads", "1", "--engine-dir", str(engine_dir)]
     child = subprocess.Popen(
         [*command, "--max-tokens", "480", "--temperature", "1", "--seed", "3"],
         cwd=ROOT, stdin=terminal, stdout=terminal, stderr=subprocess.DEVNULL, env={**os.environ, "TERM": "xterm"},

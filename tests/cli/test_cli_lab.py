@@ -35,6 +35,7 @@ from faser_backend.profiling.measure import Share, shares_of
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.processes import children, is_running, terminable
 from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
+from tests.lab.test_replay import write_trace
 from tests.support.brief_profile import BRIEF
 from tests.support.serving_pair import build_pair
 
@@ -43,10 +44,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    lines = [f"2023-11-16 18:{i // 60:02}:{i % 60:02}.0,400,200" for i in range(3000)]
-    path = tmp_path / "trace.csv"
-    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]) + "\n")
-    return path
+    return write_trace(tmp_path / "trace.csv", 0.01, [(400, 200)] * 3000)
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

@@ -79,7 +79,7 @@ def test_help_says_of_policies_what_the_registry_does_and_does_without_numpy():
 def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "80")
     commands: Any = typer.main.get_command(app)
-    listed = [name for names in COMMANDS.values() for name in names]
+    listed = [command.__name__.replace("_", "-") for commands in COMMANDS.values() for command in commands]
     assert sorted(listed) == sorted(commands.commands), "every command is listed once"
     for name in listed:
         _, out, _ = run(name, "--help")

@@ -181,7 +181,7 @@ def test_what_no_format_holds_is_rounded_to_halves_and_reported(kind, others, fo
     manifest = build(tmp_path / "model.gguf", tmp_path / "engine")
     stored = manifest.target.weight_format
     assert stored.formats == formats and said in stored.rounded
-    assert f"of which rounded once more: {stored.rounded}" in summary(tmp_path / "engine", manifest)
+    assert f"rounded again: {stored.rounded}" in summary(tmp_path / "engine", manifest)
     found = stored_weights(manifest, tmp_path / "engine", reference)
     for name, weight in expected(reference).items():
         wanted = weight.astype(np.float16).astype(np.float32)

@@ -15,7 +15,7 @@ from faser_backend.lab.bench import replay
 from faser_backend.lab.bench.replay import run_replay
 from faser_backend.lab.command_options import ReplayOptions
 from faser_backend.lab.prompts import PromptMaker
-from faser_backend.triton.server import LaunchOptions
+from faser_backend.serving.parameters import ServeOptions
 from tests.support.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
 from tests.triton import test_server
 
@@ -29,7 +29,7 @@ def write_trace(path: Path, gap_s: float, lengths: list[tuple[int, int]]) -> Pat
 
 
 @pytest.fixture
-def options(engine_dir: Path, server: LaunchOptions, tmp_path: Path) -> ReplayOptions:
+def options(engine_dir: Path, server: ServeOptions, tmp_path: Path) -> ReplayOptions:
     trace = write_trace(tmp_path / "trace.csv", 0.02, [(20 + i, 5 + i) for i in range(12)])
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CORPUS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ COMMAND = ["faser_backend.cli.main", "utils", "docs", "--name", "faser", "--titl
 
 def cli_page() -> str:
     done = subprocess.run([sys.executable, "-m", "typer", *COMMAND], capture_output=True, text=True, check=True)
-    return html.unescape(done.stdout).rstrip() + "\n"
+    usage_and_help = r"\*\*Usage\*\*:\n\n```console\n\$ faser [\w-]+ \[OPTIONS\]\n```\n\n|\* `--help`.*\n"
+    return re.sub(usage_and_help, "", html.unescape(done.stdout)).rstrip() + "\n"
 
 
 if __name__ == "__main__":

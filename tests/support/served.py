@@ -9,11 +9,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from faser_backend.lab.checks.servers import free_ports
+from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import arguments, children
 
 FASER = Path(sys.executable).with_name("faser")
+
+
+def on_free_ports(**options: Any) -> ServeOptions:
+    return ServeOptions(**dict(zip(("http_port", "grpc_port", "metrics_port"), free_ports(3), strict=True)), **options)
 
 
 @dataclass(frozen=True)

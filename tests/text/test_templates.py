@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from faser_backend.lab.checks.servers import free_ports
 from faser_backend.places import MODEL_REPO, data_folder
 from faser_backend.triton import server
 from faser_backend.triton.model_configs import write_repositories
 from tests.support.clients import ids_of, infer_grpc, stream_grpc, text_of, text_request, token_request
+from tests.support.served import on_free_ports
 
 # The values that guides to TensorRT-LLM's backend fill in, by model.
 KEYS = {
@@ -63,21 +63,20 @@ def fill(config: Path, values: dict[str, str]) -> None:
 def tritonserver(folder: Path) -> Iterator[tuple[int, int]]:
     """Starts tritonserver itself on folder/model_repo, as in a container. Yields its HTTP and gRPC ports."""
     install = server.find_triton()
-    http, grpc, metrics = free_ports(3)
-    options = server.LaunchOptions(http, grpc, metrics)
-    command = [word for word in server._server_command(install, folder, options) if "auto-complete" not in word]
+    options = on_free_ports()
+    command = [word for word in server.server_command(install, folder, options) if "auto-complete" not in word]
     log = (folder / "log").open("w")
-    process = subprocess.Popen(command, env=server._environment(install), stdout=log, stderr=subprocess.STDOUT)
+    process = subprocess.Popen(command, env=server.server_environment(install), stdout=log, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + 60
         while True:
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{http}/v2/health/ready", timeout=1).close()
+                urllib.request.urlopen(f"http://127.0.0.1:{options.http_port}/v2/health/ready", timeout=1).close()
                 break
             except OSError:
                 time.sleep(0.1)
-        yield http, grpc
+        yield options.http_port, options.grpc_port
     finally:
         process.terminate()
         process.wait(40)

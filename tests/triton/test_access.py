@@ -12,18 +12,18 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.access import (
     GRPC_PREFIX,
     KEY_HEADER,
     GrpcTls,
     check_host,
-    random_key,
     read_admin_key,
     restriction_options,
 )
+from faser_backend.serving.parameters import ServeOptions
 from faser_backend.triton import server
-from faser_backend.triton.server import LaunchOptions, TritonServer
+from faser_backend.triton.server import TritonServer
+from tests.support.served import on_free_ports
 
 KEY = "a-key_of-20-letters0"
 
@@ -36,7 +36,7 @@ def test_addresses_that_others_reach_need_to_be_asked_for():
             check_host(host, is_exposed=False)
         check_host(host, is_exposed=True)
     with pytest.raises(ConfigError, match="--expose-triton"):
-        TritonServer(LaunchOptions(host="0.0.0.0"))
+        TritonServer(ServeOptions(host="0.0.0.0"))
 
 
 def write_key(path: Path, text: str = KEY, mode: int = 0o600) -> Path:
@@ -75,9 +75,9 @@ def test_other_key_files_are_refused(tmp_path: Path):
             read_admin_key(path)
 
 
-def test_a_key_is_never_shown_and_differs_each_time():
-    assert LaunchOptions().admin_key != LaunchOptions().admin_key and random_key() not in repr(LaunchOptions())
-    assert KEY not in repr(LaunchOptions(admin_key=KEY))
+def test_a_key_is_never_shown_and_differs_each_time(tmp_path: Path):
+    chosen, other = ServeOptions(admin_key_file=write_key(tmp_path / "key")), ServeOptions()
+    assert ServeOptions().admin_key != other.admin_key and chosen.admin_key == KEY and KEY not in repr(chosen)
     assert all(option.endswith(f":faser-admin-key={KEY}") for option in restriction_options(KEY))
 
 
@@ -101,11 +101,10 @@ def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_calls_ne
     small_repository: None, tmp_path: Path
 ):
     (cert, key), (client_cert, client_key) = (make_certificate(tmp_path, name) for name in ("server", "client"))
-    options = LaunchOptions(
-        *free_ports(3),
-        admin_key=KEY,
-        also_restricted=("metadata", "statistics"),
-        grpc_tls=GrpcTls.of(cert, key, client_cert),
+    options = on_free_ports(
+        admin_key_file=write_key(tmp_path / "admin"),
+        restrict="metadata, statistics",
+        **{"grpc_tls_cert": cert, "grpc_tls_key": key, "grpc_tls_root": client_cert},
     )
     with TritonServer(options) as running:
         running.wait_ready()

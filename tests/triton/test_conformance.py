@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from faser_backend.serving.parameters import ServeOptions
 from faser_backend.triton import launch
 from faser_backend.triton.contract import UNSUPPORTED
 from faser_backend.triton.model_configs import CONTRACTS, INFLIGHT_BATCHER, LLMAPI, ModelConfig
-from faser_backend.triton.server import LaunchOptions
 from faser_backend.triton.tensors import TritonTensor
 from tests.support.clients import (
     Arrays,
@@ -109,8 +109,8 @@ def documented_commands() -> list[str]:
 
 def test_every_documented_command_is_one_that_starts(engine_dir: Path, run, monkeypatch: pytest.MonkeyPatch):
     """Runs each command up to the start of the server."""
-    started: list[LaunchOptions] = []
-    monkeypatch.setattr(launch, "serve_until_signalled", lambda options, **_: started.append(options) or 0)
+    started: list[ServeOptions] = []
+    monkeypatch.setattr(launch, "serve_until_signalled", lambda options, *_, **__: started.append(options) or 0)
     for command in documented_commands():
         status, _, err = run(*command.replace("engines_out", str(engine_dir)).split()[1:])
         assert status == 0, (command, err)

@@ -22,7 +22,7 @@ from tritonclient.utils import InferenceServerException
 from faser_backend.core.errors import SHUTTING_DOWN, ConfigError
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import PARENT_POLL_S, children, is_running
-from faser_backend.triton.server import LaunchOptions, TritonServer, check_ports
+from faser_backend.triton.server import TritonServer, check_ports
 from tests.support.clients import (
     Arrays,
     arrays_of,
@@ -36,7 +36,7 @@ from tests.support.clients import (
     wait_for_free_blocks,
 )
 from tests.support.processes import still_running
-from tests.support.served import Served, serve
+from tests.support.served import Served, on_free_ports, serve
 from tests.support.serving_pair import build_pair
 
 PROMPT = "def f(x):\n"
@@ -242,6 +242,6 @@ def test_broken_engine_directory_fails_the_start_with_its_reason(engine_dir: Pat
     broken = tmp_path / "engine"
     broken.mkdir()
     (broken / "manifest.json").write_text((engine_dir / "manifest.json").read_text())
-    options = LaunchOptions(*free_ports(3), parameters={"engine_dir": str(broken)})
-    with TritonServer(options) as server, pytest.raises(ConfigError, match="missing"):
+    server = TritonServer(on_free_ports(), {"engine_dir": str(broken)})
+    with server, pytest.raises(ConfigError, match="missing"):
         server.wait_ready()

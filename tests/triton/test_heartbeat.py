@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.triton import server
 from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_CHECK_S, HangWatch
@@ -26,8 +25,9 @@ from faser_backend.triton.launch_folder import (
     LaunchFolder,
     remove_unpacking_folders,
 )
-from faser_backend.triton.server import LOCK_ERROR, LaunchOptions, TritonInstall, TritonServer
+from faser_backend.triton.server import LOCK_ERROR, TritonInstall, TritonServer
 from tests.support.harness import open_fake
+from tests.support.served import on_free_ports
 
 LIMIT_S = 0.3
 BEATING = """
@@ -166,7 +166,7 @@ def test_a_start_that_meets_a_lock_exception_is_tried_once_more(
     binary.write_text(FAKE_SERVER.format(starts=starts, error=error))
     binary.chmod(0o700)
     monkeypatch.setattr(server, "find_triton", lambda: TritonInstall(binary))
-    with TritonServer(LaunchOptions(*free_ports(3))) as running:
+    with TritonServer(on_free_ports()) as running:
         with pytest.raises(ConfigError, match=error):
             running.wait_ready(20)
         assert len(starts.read_text().splitlines()) == num_starts

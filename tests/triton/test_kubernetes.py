@@ -13,6 +13,7 @@ from typer.main import get_command
 from faser_backend.cli.main import app
 from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.server import DRAIN_S
+from faser_backend.serving.parameters import ServeOptions
 from faser_backend.triton import server
 from faser_backend.triton.metrics import FAMILIES
 
@@ -89,7 +90,7 @@ def test_probes_ask_ports_that_exist():
     arguments = dict(argument.partition("=")[::2] for argument in container()["args"])
     ports = {port["name"]: port["containerPort"] for port in container()["ports"]}
     assert ports["openai"] == int(arguments["--openai-port"])
-    defaults = server.LaunchOptions()
+    defaults = ServeOptions()
     assert (ports["triton-http"], ports["metrics"]) == (defaults.http_port, defaults.metrics_port)
     probes = [container()[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert [probe["port"] for probe in probes] == ["openai", "openai", "triton-http"]

@@ -17,11 +17,12 @@ from transformers import PreTrainedTokenizerFast
 from tritonclient import http
 from tritonclient.utils import InferenceServerException
 
-from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.access import GRPC_PREFIX, KEY_HEADER
-from faser_backend.triton.server import LaunchOptions, TritonServer
+from faser_backend.serving.parameters import ServeOptions
+from faser_backend.triton.server import TritonServer
 from tests.support.chat_templates import CHATML
 from tests.support.clients import Stream, post, wait_for_free_blocks
+from tests.support.served import on_free_ports
 from tests.support.serving_pair import END_ID, MAX_CONTEXT, build_pair
 
 PROMPT = "def größe(x):\n"
@@ -35,7 +36,7 @@ def engine_dir(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(engine_dir: Path) -> Iterator[LaunchOptions]:
+def server(engine_dir: Path) -> Iterator[ServeOptions]:
     parameters = {
         "engine_dir": str(engine_dir),
         "policy": "fixed:4",  # drafts in every step, whatever this pair's drafts are worth
@@ -44,14 +45,13 @@ def server(engine_dir: Path) -> Iterator[LaunchOptions]:
         "num_threads": "1",
         "stats_check_period_ms": "50",
     }
-    options = LaunchOptions(*free_ports(3), parameters=parameters)
-    with TritonServer(options) as running:
+    with TritonServer(on_free_ports(), parameters) as running:
         running.wait_ready()
-        yield options
+        yield running.options
 
 
 @pytest.fixture
-def stream(server: LaunchOptions) -> Iterator[Stream]:
+def stream(server: ServeOptions) -> Iterator[Stream]:
     stream = Stream(f"127.0.0.1:{server.grpc_port}")
     yield stream
     stream.close()
@@ -77,7 +77,7 @@ def test_drafting_can_be_opted_out_of_without_changing_tokens(stream: Stream):
     assert plain.last.as_numpy("total_draft_tokens")[0, 0] == 0
 
 
-def test_structured_output(server: LaunchOptions, stream: Stream):
+def test_structured_output(server: ServeOptions, stream: Stream):
     given = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [a-z]{3}"}
     for model in ("ensemble", "tensorrt_llm_bls"):
         answer = stream.ask(model, text_input=PROMPT, max_tokens=40, **given, **{**SAMPLED, "end_id": END_ID})
@@ -91,7 +91,7 @@ def test_structured_output(server: LaunchOptions, stream: Stream):
     assert text.startswith('{"a": true') or text.startswith('{"a": false')
 
 
-def test_conversations_are_prompts_that_the_template_wrote(server: LaunchOptions, stream: Stream, engine_dir: Path):
+def test_conversations_are_prompts_that_the_template_wrote(server: ServeOptions, stream: Stream, engine_dir: Path):
     messages = [{"role": "user", "content": "größe?"}]
     tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
     theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
@@ -128,7 +128,7 @@ sys.stdin.read()
 """
 
 
-def test_streams_with_cancelled_and_killed_clients_leak_nothing(server: LaunchOptions):
+def test_streams_with_cancelled_and_killed_clients_leak_nothing(server: ServeOptions):
     url = f"127.0.0.1:{server.grpc_port}"
     given = [{"text_input": f"{PROMPT}{i}", "max_tokens": 90, "seed": i, **SAMPLED} for i in range(32)]
     alone = Stream(url)
@@ -153,7 +153,7 @@ def test_streams_with_cancelled_and_killed_clients_leak_nothing(server: LaunchOp
         one.close()
 
 
-def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptions, stream: Stream):
+def test_stop_request_ends_a_request_early_and_without_error(server: ServeOptions, stream: Stream):
     given = {"text_input": PROMPT, "max_tokens": 480, "end_id": -1}
     stream.send("ensemble", request_id="mine", stream=True, **given)
     stream.receive()
@@ -180,10 +180,7 @@ def test_stop_request_ends_a_request_early_and_without_error(server: LaunchOptio
         ({"temperature": True}, "temperature"),
         ({"guided_decoding_guide_type": "yaml"}, "guided_decoding_guide_type = 'yaml': must be one of json, "),
         ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id = None: an answer with a grammar"),
-        (
-            {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"},
-            "guided_decoding_guide = '",
-        ),
+        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guided_decoding_guide = '"),
         ({"lora_weights": [0.5]}, "lora_weights"),
         ({"max_tokens": [3, 4]}, "max_tokens"),
         ({"unknown_tensor": 1.0}, "unknown_tensor"),
@@ -201,7 +198,7 @@ def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tens
     neighbour.close()
 
 
-def test_full_queue_refuses_and_serves_the_rest(server: LaunchOptions):
+def test_full_queue_refuses_and_serves_the_rest(server: ServeOptions):
     url = f"127.0.0.1:{server.grpc_port}"
     streams = [Stream(url) for _ in range(NUM_RUNNING + NUM_QUEUED + 16)]
     for one in streams:
@@ -229,7 +226,7 @@ OPEN = ("is_server_ready", "get_server_metadata", "get_inference_statistics")
 
 
 @pytest.mark.parametrize(("library", "header"), [(http, KEY_HEADER), (triton, GRPC_PREFIX + KEY_HEADER)])
-def test_administration_opens_to_the_key_alone(server: LaunchOptions, library: Any, header: str):
+def test_administration_opens_to_the_key_alone(server: ServeOptions, library: Any, header: str):
     port = server.http_port if library is http else server.grpc_port
     with library.InferenceServerClient(f"127.0.0.1:{port}") as client:
         for call in ADMINISTRATION:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import tritonclient.grpc as triton
 
-from faser_backend.lab.checks.servers import free_ports
-from faser_backend.triton.server import LaunchOptions, TritonServer
+from faser_backend.triton.server import TritonServer
 from tests.support.clients import Stream
+from tests.support.served import on_free_ports
 
 MODELS = ["ensemble", "tensorrt_llm_bls"]
 PROMPT = "def größe(x):\n"
@@ -27,9 +27,8 @@ ECHO = "exclude_input_in_output"  # it looks for this input, and sends it with c
 
 @pytest.fixture(scope="module")
 def server(engine_dir: Path) -> Iterator[TritonServer]:
-    http, grpc, metrics = free_ports(3)
     parameters = {"engine_dir": str(engine_dir), "num_threads": "1", "policy": "fixed:3", ECHO: "true"}
-    with TritonServer(LaunchOptions(http, grpc, metrics, parameters=parameters)) as running:
+    with TritonServer(on_free_ports(), parameters) as running:
         running.wait_ready()
         yield running
         running.kill()
