@@ -16,11 +16,25 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before any test loads ONNX Runtime,
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     # A shell starts what it runs in the background so, and children inherit it: tests that press Ctrl-C would wait.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# The slowest files, the slowest first: parallel workers begin with them, so that none is left for the end.
+SLOW_FILES = [
+    "endings", "output_distribution", "conformance", "openai", "abuse", "trtllm", "profile", "families", "operating",
+    "openai_abuse", "bench", "exactness", "server", "examples", "train_head", "cli_lab", "smollm2", "tutorial",
+]  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # else pytest-xdist begins with the files of the most tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rank = {f"test_{name}": index for index, name in enumerate(SLOW_FILES)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
 
 @pytest.fixture(autouse=True)
 def _signals_stay_as_they_are() -> Iterator[None]:
-    """Commands change what signals do to their process, which here is that of all tests."""
+    """Restores signal handlers, which commands change."""
     before = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -29,7 +43,7 @@ def _signals_stay_as_they_are() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair of random weights, which nobody writes to."""
+    """A pair of random weights. Tests may not write to it."""
     from tests.support.serving_pair import build_pair  # what most tests need not load
 
     return build_pair(tmp_path_factory.mktemp("pair"))

@@ -286,18 +286,18 @@ def recovers_by_noise_of_tests(frontier, target_probs, cu_rows, accept_uniforms,
 
 
 SURVIVING, DRAWN_FROM, ACCEPT = step.surviving, acceptance._drawn_from, acceptance.accept_by_rejection
-PRUNED = World(forced(pruner=by_parity(num_candidates=3)), "fixed:3", count=2500)
+PRUNED = World(forced(pruner=by_parity(num_candidates=3)), "fixed:3")
 NO_ROUNDS = property(lambda batch: np.zeros(len(batch), np.int64))
 MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
     "accepted too often": (World(forced()), [(verify, "accept_by_rejection", accepts_too_often)]),
     "noise shared by tests and recovered tokens": (
-        World(forced(), count=4000),
+        World(forced()),
         [(verify, "accept_by_rejection", recovers_by_noise_of_tests)],
     ),
-    "pruning by later tokens": (World(forced(pruner=peeking(num_candidates=3)), "fixed:3", count=2500), []),
+    "pruning by later tokens": (World(forced(pruner=peeking(num_candidates=3)), "fixed:3"), []),
     # The best set of rows over whole chains: right for sample-and-match, but it judges row 1 by token 2.
     "trimming by later tokens": (
-        World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=5000),
+        World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=3500),
         [(step, "admit_by_price", trim.admit)],
     ),
     "sampled afresh before a pruned row": (
@@ -308,9 +308,9 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
         PRUNED,
         [(verify, "accept_by_rejection", wrong_at_pruned_rows(lambda p, q: acceptance._residual(p[None], q[None])[0]))],
     ),
-    "chains discarded for their own tokens": (World(forced(RUN_AHEAD), count=2500), [(step, "surviving", choosy)]),
+    "chains discarded for their own tokens": (World(forced(RUN_AHEAD)), [(step, "surviving", choosy)]),
     "noise shared by drafts and tests": (
-        World(forced(), count=2500),
+        World(forced()),
         [
             (DecodeBatch, "rounds", NO_ROUNDS),
             (DecodeBatch, "draft_rounds", NO_ROUNDS),
@@ -319,11 +319,11 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
         ],
     ),
     "guesses taken for drawn": (
-        World(forced(), has_clients=True, count=2500),
+        World(forced(), has_clients=True),
         [(acceptance, "_drawn_from", spread_guesses)],
     ),
     "look-ups taken for drawn": (
-        World(forced(), drafter={"has_ngrams": True}, count=2500),
+        World(forced(), drafter={"has_ngrams": True}),
         [(NgramProposer, "_one_hot", spread_look_ups)],
     ),
 }
