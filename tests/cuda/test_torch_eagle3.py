@@ -20,7 +20,16 @@ from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.cuda.torch_weights import HeadTensors
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
-from tests.engines.test_eagle3 import BLOCK_SIZE, CONFIGS, MAX_ERROR, NUM_BLOCKS, Built, same_logits, shuffled_tables
+from tests.engines.test_eagle3 import (
+    BLOCK_SIZE,
+    CONFIGS,
+    MAX_ERROR,
+    NUM_BLOCKS,
+    Built,
+    check_rows_on_features,
+    same_logits,
+    shuffled_tables,
+)
 from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
 from tests.support.torch_engines import CPU, NUM_SMS
@@ -64,25 +73,12 @@ class Runners:
 
 
 def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
-    """Ragged chunks of three sequences in calls that are padded; the target is cut before a layer that is read."""
-    rng, runners = np.random.default_rng(0), Runners(built.directory)
-    tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
-    tables = shuffled_tables(rng, 3)
-    joined = [built.reference.joined(built.features(t)) for t in tokens]
-    expected = [built.reference.run(t[1:], j[:-1])[0] for t, j in zip(tokens, joined, strict=True)]
-    starts, lengths = np.zeros(3, np.int64), np.array([t.size - 1 for t in tokens])
-    while (starts < lengths).any():
-        live = np.flatnonzero(starts < lengths)
-        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 7) + 1)) for i in live]
-        logits = runners.read([tokens[i] for i in live], starts[live].tolist(), counts, tables[live])
-        wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
-        assert same_logits(logits, np.concatenate(wanted))
-        starts[live] += counts
+    """Calls are padded here."""
+    runners = Runners(built.directory)
+    tokens, tables = check_rows_on_features(built, runners)
     assert built.manifest.target.spec.feature_layers == FEATURE_LAYERS
     is_written = np.zeros((NUM_BLOCKS, BLOCK_SIZE), np.bool_)
     for t, table in zip(tokens, tables, strict=True):
-        features = runners.features_of(t.size - 1, table)
-        assert np.abs(features - built.features(t)[:-1].numpy()).max() <= MAX_ERROR
         is_written[table[np.arange(t.size - 1) // BLOCK_SIZE], np.arange(t.size - 1) % BLOCK_SIZE] = True
     assert not runners.features[:-1][torch.from_numpy(~is_written)].any(), "rows that pad a call write nobody's block"
 

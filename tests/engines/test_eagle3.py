@@ -128,9 +128,12 @@ class Runners:
         self.head.close()
 
 
-def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
-    """Three sequences have ragged chunks; the target is cut before a layer whose input is needed."""
-    rng, runners = np.random.default_rng(0), Runners(built.directory)
+def check_rows_on_features(built: Built, runners: Any) -> tuple[list[np.ndarray], np.ndarray]:
+    """Checks ragged chunks of three sequences against a dense run. Returns their tokens and block tables.
+
+    The target is cut before a layer whose input the head reads.
+    """
+    rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
     tables = shuffled_tables(rng, 3)
     joined = [built.reference.joined(built.features(t)) for t in tokens]
@@ -143,10 +146,16 @@ def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
         wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
         assert same_logits(logits, np.concatenate(wanted))
         starts[live] += counts
-    assert list(runners.features) == list(FEATURE_LAYERS)
     for t, table in zip(tokens, tables, strict=True):
         features = runners.features_of(t.size - 1, table)
         assert np.abs(features - built.features(t)[:-1].numpy()).max() <= MAX_ERROR
+    return tokens, tables
+
+
+def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
+    runners = Runners(built.directory)
+    check_rows_on_features(built, runners)
+    assert list(runners.features) == list(FEATURE_LAYERS)
     runners.close()
 
 

@@ -5,26 +5,29 @@ One server for all of it; its drain comes last.
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from faser_backend.core.errors import SHUTTING_DOWN
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.triton.admin import AdminError, Administration
 from faser_backend.triton.metrics import REQUESTS
 from tests.support.clients import Answer, Stream, metric, post, wait_for_free_blocks
-from tests.support.collector import Collector, attributes_of, collecting
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
 
@@ -32,6 +35,64 @@ KEY = "a-key_of-20-letters0"
 PROMPT, LONG = [5, 6, 7], 1900
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
+
+
+class Collector:
+    """A collector of OpenTelemetry. spans: all that it received, as messages of the protocol."""
+
+    def __init__(self, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self.spans: list[Any] = []
+
+    def wait_for(self, is_wanted: Callable[[Any], bool], timeout_s: float = 20.0) -> Any:
+        """Returns the first span for which is_wanted is True."""
+        deadline_s = time.monotonic() + timeout_s
+        while time.monotonic() < deadline_s:
+            for span in list(self.spans):
+                if is_wanted(span):
+                    return span
+            time.sleep(0.05)
+        raise AssertionError(f"no such span among {[span.name for span in self.spans]}")
+
+    def children(self, span: Any) -> dict[str, Any]:
+        return {each.name: each for each in list(self.spans) if each.parent_span_id == span.span_id}
+
+
+def attributes_of(span: Any) -> dict[str, Any]:
+    """Returns the attributes of a span or an event."""
+    found = {}
+    for each in span.attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        found[each.key] = [item.string_value for item in value.values] if kind == "array_value" else value
+    return found
+
+
+@contextmanager
+def collecting() -> Iterator[Collector]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            if self.headers.get("content-encoding") == "gzip":
+                body = gzip.decompress(body)
+            sent = ExportTraceServiceRequest.FromString(body)
+            collector.spans += [span for r in sent.resource_spans for s in r.scope_spans for span in s.spans]
+            self.send_response(200 if self.path == "/v1/traces" else 404)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    collector = Collector(server.server_port)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield collector
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @dataclass
