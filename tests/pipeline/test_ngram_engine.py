@@ -69,7 +69,7 @@ def test_a_target_alone_is_built_and_loaded(alone: Path, pair: Path):
 
 def test_exit_layers_need_a_draft_model(alone: Path, tmp_path: Path):
     target = alone.parent / "pair" / "target"
-    with pytest.raises(CheckpointError, match=r"exit_layers = \[1\]: an exit scores the candidates of a draft model"):
+    with pytest.raises(CheckpointError, match=r"exit_layers = \[1\]: early exits need a draft model"):
         build_engines(target, None, tmp_path / "engine", exit_layers=(1,))
     with pytest.raises(CheckpointError, match=r"max_context = 999: must lie in \[1, 512\].* of target = 512$"):
         build_engines(target, None, tmp_path / "engine", max_context=999)
@@ -104,7 +104,7 @@ def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path)
     [
         ({"draft": "model"}, "draft = 'model': the engine directory has no draft model"),
         ({"draft": "model+ngram"}, r"draft = 'model\+ngram': the engine directory has no draft model"),
-        ({"early_exit": "on"}, "early_exit = 'on': an exit scores the candidates of a draft model"),
+        ({"early_exit": "on"}, "early_exit = 'on': early exits need a draft model"),
     ],
 )
 def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[str, str], message: str):
