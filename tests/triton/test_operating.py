@@ -286,7 +286,7 @@ def test_engines_change_without_losing_a_request(server: Operated, engines: tupl
     after = server.tokens(40)
     wait_for_text_of_another_engine(server, before[1])
     is_over.set()
-    changed = next(line["time"] for line in server.lines() if "takes this one's place" in line["message"])
+    changed = next(line["time"] for line in server.lines() if "replaces this one" in line["message"])
     later = server.tokens(LONG), server.text(LONG)
     for (thread, answers), old, new in zip(under_way, before * 2, later * 2, strict=True):
         thread.join(60)
