@@ -21,22 +21,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 600
 ANY = frozenset({"*"})
-RUNTIMES = frozenset(
-    [
-        "onnxruntime",
-        "onnx",
-        "torch",
-        "tensorrt",
-        "tensorrt_rtx",
-        "cuda",
-        "tritonclient",
-        "triton_python_backend_utils",
-        "pytriton",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-    ]
-)
+RUNTIMES = {"onnxruntime", "onnx", "torch", "tensorrt", "tensorrt_rtx", "cuda", "tritonclient", "pytriton"}
+RUNTIMES |= {"triton_python_backend_utils", "transformers", "tokenizers", "safetensors"}
 
 
 @dataclass(frozen=True)

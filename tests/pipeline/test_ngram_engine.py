@@ -104,7 +104,7 @@ def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path)
     [
         ({"draft": "model"}, "draft = 'model': the engine directory has no draft model"),
         ({"draft": "model+ngram"}, r"draft = 'model\+ngram': the engine directory has no draft model"),
-        ({"early_exit": "on"}, "early_exit = 'on': early exits need a draft model"),
+        ({"early_exit": "on"}, "early_exit = 'on': an exit scores the candidates of a draft model"),
     ],
 )
 def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[str, str], message: str):

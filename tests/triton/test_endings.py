@@ -150,7 +150,7 @@ def test_a_unary_server_cancels_refuses_foreign_stops_and_drains(engine_dir: Pat
         assert "CANCELLED" in str(received.get(timeout=10)[1].status())
         wait_for_free_blocks(served.metrics_port)
         received = start_unary(client, "1")[1]
-        with pytest.raises(InferenceServerException, match="stop = True: stop requests are off"):
+        with pytest.raises(InferenceServerException, match="stop = True: --stop-requests is off"):
             infer_grpc(served.grpc_port, "ensemble", text_request(stop=one(True, bool)), request_id="1")
         result, error = received.get(timeout=40)
         assert error is None and len(result.as_numpy("text_output")[0]) > 400
