@@ -136,7 +136,7 @@ def test_rows_whose_shapes_and_types_do_not_fit_are_refused():
     rows, weight = torch.zeros(2, 8), torch.ones(8)
     with pytest.raises(ValueError, match="weight: dtype"):
         add_rms_norm(rows, None, weight.half(), 1e-5, None, rows.clone())
-    with pytest.raises(ValueError, match="delta and summed: both or neither"):
+    with pytest.raises(ValueError, match="delta and summed: give both or neither"):
         add_rms_norm(rows, rows, weight, 1e-5, None, rows.clone())
     with pytest.raises(ValueError, match="hidden_size = 20000: must be at most 16384"):
         add_rms_norm(torch.zeros(1, 20_000), None, weight, 1e-5, None, rows)
