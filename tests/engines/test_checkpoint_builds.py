@@ -123,7 +123,7 @@ def test_checkpoints_of_links_are_followed(source: Path, tmp_path: Path) -> None
 def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Arrays are written row by row, some rows at a time, or whole, with equal results."""
     monkeypatch.setattr("faser_backend.engines.arrays.BLOCK_ELEMENTS", block)
-    monkeypatch.setattr("faser_backend.engines.arrays.TURNED_COLUMNS", 3)
+    monkeypatch.setattr("faser_backend.engines.arrays.COPIED_COLUMNS", 3)
     rng = np.random.default_rng(0)
     arrays = {
         "matrix": rng.standard_normal((5, 3)).astype(np.float32),

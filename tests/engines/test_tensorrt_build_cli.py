@@ -51,8 +51,11 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--max-num-seqs 2", "--max-num-seqs = 2: for --runtime tensorrt_rtx or tensorrt alone"),
-        ("--runtime torch --compute-capability 8.9", "--compute-capability = 8.9: for --runtime tensorrt_rtx or "),
+        ("--max-num-seqs 2", "--max-num-seqs = 2: applies to --runtime tensorrt_rtx and tensorrt only"),
+        (
+            "--runtime torch --compute-capability 8.9",
+            "--compute-capability = 8.9: applies to --runtime tensorrt_rtx and ",
+        ),
         ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 7.5, "),
         ("--runtime tensorrt_rtx --max-num-seqs 0", "max_num_seqs = 0: must lie in"),
         ("--runtime tensorrt_rtx --max-context 0", "--max-context = 0: must be at least 32"),

@@ -288,10 +288,12 @@ def test_engines_change_without_losing_a_request(server: Operated, engines: tupl
     is_over.set()
     changed = next(line["time"] for line in server.lines() if "replaces this one" in line["message"])
     later = server.tokens(LONG), server.text(LONG)
+    survived = False  # an answer of the old engine that ended after the new one had come
     for (thread, answers), old, new in zip(under_way, before * 2, later * 2, strict=True):
         thread.join(60)
         assert all(answer in (old, new) for _, _, answer in answers)
-        assert any(begin < changed < end and answer == old for begin, end, answer in answers), "none was under way"
+        survived |= any(begin < changed < end and answer == old for begin, end, answer in answers)
+    assert survived, "nothing was under way when the engine changed"
     assert after != before[0][:40]
     _, printed, _ = run("generate", "--engine-dir", engines[1], "--prompt-ids", "5,6,7", "--max-tokens", 8, "--json")
     want = json.loads(printed)["token_ids"]
