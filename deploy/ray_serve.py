@@ -98,7 +98,7 @@ class Replica:
     """A `faser serve` as a child process, and the way to its OpenAI server. It and its child live and die together."""
 
     async def __init__(self, options: Options) -> None:
-        """Returns once the server is ready. Raises RuntimeError; what was wrong stands in the replica's log."""
+        """Returns once the server is ready. Raises RuntimeError; the replica's log has the reason."""
         with ExitStack() as stack:  # four free ports
             opened = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
             http, grpc, metrics, openai = (each.getsockname()[1] for each in opened)

@@ -215,7 +215,7 @@ def _check_formats(runtime: str, formats: dict[str, str | None], *, has_draft: b
 
 
 def _check_output(output: Path) -> None:
-    """Refuses to replace anything except an engine directory or an empty one, and unwritable places."""
+    """Refuses to replace anything except an engine directory or an empty one, and unwritable paths."""
     _check_room(output, 0)
     if not output.exists():
         return

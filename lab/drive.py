@@ -221,7 +221,7 @@ class InProcess:
 def serve_requests(
     engine: Engine, clock: RunClock, requests: Sequence[Request], feed: Feed
 ) -> Generator[float, None, tuple[list[Answer], float]]:
-    """Submits requests, whose ids are their places, as `feed` says; yields after each step the share that is answered.
+    """Submits requests, whose ids are their indices, as `feed` says; yields after each step the share that is answered.
 
     Returns an answer per request, and seconds, both by the clock. Raises FaserError.
     """

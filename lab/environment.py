@@ -106,10 +106,10 @@ def command_line() -> str:
     if program.is_relative_to(ROOT / "lab"):
         module = ".".join(program.relative_to(ROOT).with_suffix("").parts)
         words = ["python", "-m", module.removesuffix(".__main__")]
-    return without_places(shlex.join([*words, *sys.argv[1:]]))
+    return without_paths(shlex.join([*words, *sys.argv[1:]]))
 
 
-def without_places(text: str) -> str:
+def without_paths(text: str) -> str:
     """Replaces absolute paths by the names of their files."""
     return re.sub(r"(?<![\w.~$}/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
 

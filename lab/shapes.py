@@ -1,8 +1,8 @@
 """Shapes of published models and GPUs, and what a model call must move and compute: the one model of bytes and FLOPs.
 
 Every input counts once and every output once, whatever a kernel really reads: so achieved over copied bandwidth is a
-share of what is possible. Figures are those of data sheets and of the models' config.json files; what is assumed about
-their use stands in simulation/costs.py.
+share of what is possible. Figures are those of data sheets and of the models' config.json files; assumptions about
+their use are in simulation/costs.py.
 """
 
 from __future__ import annotations

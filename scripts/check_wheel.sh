@@ -5,7 +5,7 @@
 # --quick: builds into a temporary folder, takes the demo pair's engines from the user's cache, and starts no server.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-unset PYTHONPATH # of whoever works in the checkout
+unset PYTHONPATH # a developer's, for the checkout
 [ -x "$VENV/bin/twine" ] || ensure_venv dev
 
 work="$(mktemp -d)"

@@ -23,7 +23,7 @@ class ErrorCode(Enum):
     INVALID = "invalid"  # the request is wrong; sent again, it fails again
     TOO_LONG = "too_long"  # the prompt, or prompt and output together, exceed the context or a size limit
     QUEUE_FULL = "queue_full"  # the waiting queue is at its limit; the client may retry later
-    CANCELLED = "cancelled"  # the client, or somebody for it, ended the request
+    CANCELLED = "cancelled"  # a stop request or a closed connection ended the request
     UNAVAILABLE = "unavailable"  # the server starts, stops, hangs or has lost its engine
     INTERNAL = "internal"  # a fault of the server's
 

@@ -141,8 +141,8 @@ class WeightFormat:
     """How the matrices of a model that computes in float32 are stored. Raises ValueError for an unknown name."""
 
     name: str  # of the layers' matrices
-    embedding: str = ""  # its format, where it is not that of the layers
-    head: str = ""  # likewise; of a tied one the embedding's
+    embedding: str = ""  # format of the embedding, if it differs from `name`
+    head: str = ""  # the same for the head; a tied head has the embedding's
     rounded: str = ""  # which matrices were quantised in the checkpoint already, and are rounded once more here
 
     def __post_init__(self) -> None:

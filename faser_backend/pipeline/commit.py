@@ -128,7 +128,7 @@ class Extras:
     log_probs: list[float] | None = None  # [n]
     generation_logits: np.ndarray | None = None  # [n, V] float32
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, with the first tokens alone
-    context_log_probs: np.ndarray | None = None  # of EngineOutput, likewise
+    context_log_probs: np.ndarray | None = None  # of EngineOutput, with the first tokens alone
 
     def attach(self, output: EngineOutput) -> None:
         """Adds the extras to an output of these tokens, or of the first of them."""

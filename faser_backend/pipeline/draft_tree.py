@@ -39,7 +39,7 @@ class Node:
         self.path = path  # tokens behind the anchor, its own at the end
         self.log_chance = log_chance
         self.place = -1  # not run
-        self.ancestors = 0  # bits of places, its own included
+        self.ancestors = 0  # bit i: the node run as number i; its own bit included
         self.row = 0  # in the frontier
         self.made: DeviceArray = None  # by a draft that goes on from what it made of the parent
 
@@ -116,7 +116,7 @@ class GrowingTree:
 
     def grow(self, parents: list[Node], offered: list[tuple[list[int], list[float]]]) -> list[Node]:
         """Takes (tokens, log chances), each falling, as the children of nodes of the tree, keeps the best of all, and
-        returns those that the draft runs next, with their places."""
+        returns those that the draft runs next, numbered in `place`."""
         nodes, most = self.nodes, self._num_nodes
         for parent, (tokens, log_chances) in zip(parents, offered, strict=True):
             bar = nodes[most - 1].log_chance if len(nodes) >= most else -math.inf

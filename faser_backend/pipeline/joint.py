@@ -22,7 +22,7 @@ from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.policy.drafter_choice import DrafterChoice
 
-MAX_LAG = 64  # tokens of a sequence that the draft may have missed while look-ups stood in for it
+MAX_LAG = 64  # tokens of a sequence that the draft may have missed while look-ups replaced it
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ _requests = logging.getLogger("faser.requests")
 
 
 class JsonFormatter(logging.Formatter):
-    """{"time", "level", "logger", "process", "message"}, with what stands in `extra={"fields": {...}}` and an error's
-    traceback."""
+    """{"time", "level", "logger", "process", "message"}, with the `fields` of `extra` and an error's traceback."""
 
     def __init__(self, process: str) -> None:
         """process: name of a model or command."""

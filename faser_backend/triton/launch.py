@@ -31,7 +31,7 @@ from faser_backend.triton.model_configs import CONTRACTS
 from faser_backend.triton.server import DRAIN_S, TELL_S, TritonServer
 
 OPENAI_START_S = 30.0
-WATCH_S = 0.5  # between two looks at the processes
+WATCH_S = 0.5  # between two checks of the processes
 
 
 def check_engine(
@@ -109,7 +109,7 @@ def serve_until_signalled(
             if server.process.poll() is None and not gone:
                 continue
             if gone:
-                # The server would stay ready without it and let its requests hang. Whoever supervises starts us anew.
+                # The server would stay ready without it and let its requests hang. A supervisor restarts it.
                 reason = f"the process of model {gone[0]!r} is gone; the server ends, log:\n{server.failure_reason()}"
                 time.sleep(TELL_S)
                 server.kill()

@@ -236,7 +236,7 @@ def refused(served: Served, outcome: Outcome, *words: str) -> None:
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = served.process.wait(REFUSE_S)
     outcome.then = f"status {status} after {time.monotonic() - start_s:.1f} s"
-    log = environment.without_places(served.log_tail()).strip()
+    log = environment.without_paths(served.log_tail()).strip()
     lines = [line for line in log.splitlines() if not re.match(r" *[0-9.]+ s  ", line)]  # how far the start was
     outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
     outcome.broken += [f"status {status}"] if not status else []
@@ -409,7 +409,7 @@ def tried(name: str, bench: Bench) -> Outcome:
         with contextlib.ExitStack() as bench.servers:
             fault.run(bench, outcome)
     except Exception as error:  # the other faults are still worth trying
-        reason = f"{type(error).__name__}: {environment.without_places(str(error))[-500:]}"
+        reason = f"{type(error).__name__}: {environment.without_paths(str(error))[-500:]}"
         outcome.broken.append(" ".join(reason.split()))
     return outcome
 

@@ -37,7 +37,7 @@ SERVE_OPTIONS = (
 )
 NUM_BURST = 28  # requests at once: more than run and wait
 HALF_OPEN_S = 0.5
-QUIET_S = 60.0  # within which what clients left behind has come to its end
+QUIET_S = 60.0  # within which requests of clients that left have ended
 WARM_UP = 0.25  # of the samples, that slopes leave out: buffers and pools still grow to their size
 MAX_GROWTH = Usage(threads=8, handles=16, resident_mib=48.0)  # of a process, over all samples but those
 NUM_FUZZ = 10**9

@@ -34,7 +34,7 @@ class OpenTarget:
         self._runner = self._runtime.open_runner(target, self._runtime.menu.whole, pool)
 
     def logits(self, token_ids: np.ndarray, context_len: int = 0, num_logits: int = 1) -> np.ndarray:
-        """The last num_logits rows of tokens that follow context_len others: [num_logits, vocab_size], lent."""
+        """Returns logits [num_logits, vocab_size] of the last tokens, after context_len others, until the next call."""
         rows = RowBatch(
             token_ids=np.asarray(token_ids, np.int64),
             cu_rows=np.array([0, len(token_ids)]),

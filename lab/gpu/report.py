@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from faser_backend.lab.environment import describe_checkout, installed_versions, without_places
+from faser_backend.lab.environment import describe_checkout, installed_versions, without_paths
 from faser_backend.lab.gpu.harness import Outcome, Result, Setting
 from faser_backend.lab.places import RESULTS
 from faser_backend.lab.tables import markdown_table, number, pairs
@@ -39,7 +39,7 @@ class Report:
         """The rename makes the new file appear whole."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(without_places(json.dumps(self.content, indent=1)) + "\n")
+        partial.write_text(without_paths(json.dumps(self.content, indent=1)) + "\n")
         os.replace(partial, self.path)
 
 

@@ -62,7 +62,7 @@ class Drafting:
         width = -(-(30 + 5 + most_tokens) // BLOCK_SIZE)
         needed = -(-(self.seen + self.num_rows + self.lengths - 1) // BLOCK_SIZE)
         blocks = iter(rng.permutation(NUM_BLOCKS).tolist())
-        # Where a chain ends its blocks end as well: a write past it would land in block 0, which is somebody's.
+        # Blocks end with their chain: a write past it would land in block 0, which another sequence uses.
         self.tables = np.array([[next(blocks) if i < n else 0 for i in range(width)] for n in needed.tolist()])
         self.slots = rng.permutation(MAX_SEQS)[:size]
 

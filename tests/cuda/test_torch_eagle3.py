@@ -156,7 +156,7 @@ def test_each_tensor_of_a_head_shows_in_its_logits(gqa: Built) -> None:
 
 @pytest.mark.parametrize("mistake", ["another order of layers", "another position"])
 def test_other_features_are_noticed(gqa: Built, mistake: str) -> None:
-    """Negative control: layers that change places, and rows that read the place of their own token."""
+    """Negative control: layers in another order, and rows that read the features of their own token."""
     rng, runners = np.random.default_rng(6), Runners(gqa.directory)
     tokens, table = rng.integers(0, VOCAB_SIZE, 12), shuffled_tables(rng, 1)
     assert np.isfinite(runners.read([tokens], [0], [11], table)).any()

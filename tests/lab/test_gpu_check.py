@@ -17,7 +17,7 @@ import torch
 
 from faser_backend.engines.build import build_engines
 from faser_backend.lab import shapes
-from faser_backend.lab.environment import parse_gpu, without_places
+from faser_backend.lab.environment import parse_gpu, without_paths
 from faser_backend.lab.gpu import first_contact, kernels, ladder, parity, speed
 from faser_backend.lab.gpu.command import PARTS
 from faser_backend.lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
@@ -79,7 +79,7 @@ def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path: Path):
         content = json.loads(report.path.read_text())
         assert list(content["parts"])[-1] == name
         assert content["parts"][name]["error"] == 'File "nn.py", line 3, in f at 8/124 GB/s'
-    assert without_places("8/124 and a/b and 3 / 4") == "8/124 and a/b and 3 / 4"
+    assert without_paths("8/124 and a/b and 3 / 4") == "8/124 and a/b and 3 / 4"
     assert (
         default_path({"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01T"}).stem == "gpu-h100-80gb-hbm3-2026-01-01"
     )

@@ -115,7 +115,7 @@ def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], 
 
 
 def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where n-grams stood in, the head reads later what it has missed; and tokens are those of plain decoding."""
+    """The head reads later what it missed while n-grams drafted; tokens equal plain decoding's."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
     requests = make_requests(is_greedy=True)
     engine = open_engine(built, "fixed:3", draft="model+ngram", enable_prefix_reuse=False)

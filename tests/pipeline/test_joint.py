@@ -68,7 +68,7 @@ def test_trees_beside_look_ups(case: Case, policy: str, choice: str):
     assert fake.engine.metrics().num_preemptions > 0
 
 
-def test_a_look_up_stands_in_for_a_tree_that_keeps_less():
+def test_a_look_up_replaces_a_tree_that_keeps_less():
     """Trees that keep much are preferred."""
     choice, is_sampled = DrafterChoice(), np.zeros(2, np.bool_)
     for _ in range(400):  # look-ups of this confidence are right 9 times in 10
@@ -101,7 +101,7 @@ def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):
     assert looked_up == drafted["ngram"]
 
 
-def test_the_draft_makes_no_call_where_look_ups_stand_in(monkeypatch: pytest.MonkeyPatch):
+def test_the_draft_makes_no_call_where_look_ups_draft(monkeypatch: pytest.MonkeyPatch):
     """And reads then what it has missed, in one call."""
     calls = {}
     for name, takes in (("look-ups", True), ("model", False)):

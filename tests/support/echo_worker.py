@@ -8,7 +8,7 @@ from faser_backend.lab.peers.worker import Record, new_answer, serve, take
 
 
 def answer_all(jobs: list[Record], num_clients: int) -> list[Record]:
-    print("a library's chatter")  # must not reach whoever reads answers
+    print("a library's chatter")  # must not reach the reader of answers
     if "broken" in sys.argv:
         raise ValueError("out of order")
     answers = []

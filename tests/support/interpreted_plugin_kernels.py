@@ -107,7 +107,7 @@ def test_meaningless_contents_touch_nothing_else(seed: int) -> None:
 
     guarded = [torch.full((3, *pool.shape), 77.0) for pool in (call.k_pool, call.v_pool)]
     indices = {name: garbage(getattr(call, name)) for name in call._fields[5:9]}
-    if seed % 2:  # lengths that hold, so that tables and slots are looked at
+    if seed % 2:  # valid lengths, so that tables and slots are read
         indices |= {"cu_rows": call.cu_rows, "context_lens": call.context_lens}
     run(call._replace(k_pool=guarded[0][1], v_pool=guarded[1][1], **indices), geometry, SMALL, 2)
     assert all((pool[[0, 2]] == 77.0).all() for pool in guarded)
