@@ -18,6 +18,7 @@ from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
 from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.serving.engine_loop import Subscription
+from faser_backend.serving.log_format import log_clamp
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.guides import GuideCompiler
 from faser_backend.text.tokenizer import TextTokenizer
@@ -165,12 +166,13 @@ def _read(prompt: object, tokenizer: TextTokenizer) -> tuple[str | None, list[in
 def _request(
     prompt_ids: list[int], params: SamplingParams, model: ServedModel, guides: GuideCompiler, request_id: str
 ) -> Request:
-    tokenizer = model.tokenizer
+    tokenizer, limits = model.tokenizer, model.limits
     stop_sequences = tokenizer.encode_words("stop", params.stop)
-    return Request(
+    asked = max(1, limits.max_context - len(prompt_ids)) if params.max_tokens is None else params.max_tokens
+    request = Request(
         request_id=request_id,
         prompt_ids=np.array(prompt_ids, np.int64),
-        max_tokens=_max_tokens(params.max_tokens, model, len(prompt_ids), request_id),
+        max_tokens=limits.clamp_max_tokens(asked, len(prompt_ids)),
         sampling=_sampling(params, tokenizer.encode_words("bad_words", params.bad_words)),
         end_ids=() if params.ignore_eos else model.end_ids,
         stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
@@ -180,6 +182,9 @@ def _request(
         wants_stats=True,
         guide=None if params.guided_decoding is None else _guide(params.guided_decoding, guides),
     )
+    if request.max_tokens < asked:
+        log_clamp(asked, request)
+    return request
 
 
 def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
@@ -191,12 +196,6 @@ def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
         error.blame("guided_decoding")
         raise
     return guide
-
-
-def _max_tokens(asked: int | None, model: ServedModel, num_prompt_tokens: int, request_id: str) -> int:
-    if asked is None:
-        return max(1, model.limits.max_context - num_prompt_tokens)
-    return model.clamp_max_tokens(asked, num_prompt_tokens, request_id)
 
 
 def check_params(params: SamplingParams) -> None:

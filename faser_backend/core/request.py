@@ -140,6 +140,11 @@ class Limits:
     vocab_size: int
     max_context: int
 
+    def clamp_max_tokens(self, value: int, num_prompt_tokens: int) -> int:
+        """Returns value, or the tokens that the context holds behind the prompt if they are fewer but at least 1."""
+        room = self.max_context - num_prompt_tokens
+        return room if value > room >= 1 else value
+
 
 @dataclass(slots=True)
 class RequestStats:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from faser_backend.core.request import Request
 from faser_backend.serving.request_life import RequestLife
 
 TEXT = "%(levelname)s %(name)s: %(message)s"
@@ -63,6 +64,13 @@ def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
 def about(request_id: str, **fields: Any) -> dict[str, Any]:
     """Returns `extra` for a log line about a request."""
     return {FIELD: {"request_id": request_id, **fields}}
+
+
+def log_clamp(asked: int, request: Request) -> None:
+    """Logs that a request gets fewer tokens than it asks for."""
+    message = "max_tokens = %d: clamped to %d, the room in the context behind a prompt of %d tokens"
+    client_id = request.request_id.partition(".")[0]
+    _requests.warning(message, asked, request.max_tokens, request.prompt_ids.size, extra=about(client_id))
 
 
 def log_request(life: RequestLife) -> None:

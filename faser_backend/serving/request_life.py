@@ -1,17 +1,19 @@
 """Records the life of a request, for traces, logs and counters.
 
-A frontend fills a `RequestLife` as the request goes along, off the engine's thread, and hands it over when it has
-ended. Times are nanoseconds of the engine's clock, which is that of all processes.
+A frontend fills a `RequestLife` off the engine's thread and passes it to its listeners when the request has ended.
+Times are nanoseconds of the engine's clock, which all processes share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from faser_backend.core.request import EngineOutput, Request, RequestStats
 
-MAX_ROUNDS = 64  # of a sequence that are told one by one
+MAX_ROUNDS = 64  # recorded one by one, per sequence
+CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 
 
 @dataclass(slots=True, eq=False)
@@ -40,23 +42,30 @@ class SequenceLife:
 
 @dataclass(slots=True, eq=False)
 class RequestLife:
-    """A request of one client. request_id: ours, with which those of its sequences begin. client_id: the client's, or
-    empty. context: W3C trace headers that came along."""
+    """A request of one client.
+
+    request_id: the prefix of its sequences' ids. client_id: the client's own id, or empty.
+    """
 
     request_id: str
     received_ns: int
     client_id: str = ""
-    context: Mapping[str, str] = field(default_factory=dict)
-    parsed_ns: int = 0  # its tensors became sequences of token ids
-    submitted_ns: int = 0  # the sequences were with the engine
-    answered_ns: int = 0  # the engine had answered the last sequence
-    ended_ns: int = 0  # the client had the last response
-    queued_for_ns: int = 0  # in the engine, before its last sequence was scheduled
-    postprocessing_ns: int = 0  # spent on making text and tensors of tokens
-    sending_ns: int = 0  # spent on handing responses to the server
+    parameters: Mapping[str, Any] = field(default_factory=dict)  # Triton's, which include forwarded headers
+    parsed_ns: int = 0  # all tensors are read and tokenised
+    submitted_ns: int = 0  # all sequences are submitted to the engine
+    answered_ns: int = 0  # the engine has ended the last sequence
+    ended_ns: int = 0  # the last response is sent
+    queued_for_ns: int = 0  # duration in the engine before the last sequence was scheduled
+    postprocessing_ns: int = 0  # time spent on turning tokens into text and tensors
+    sending_ns: int = 0  # time spent on passing responses to Triton
     num_prompts: int = 0
     error: str = ""
-    sequences: dict[str, SequenceLife] = field(default_factory=dict)  # by request id; none where nobody listens
+    sequences: dict[str, SequenceLife] = field(default_factory=dict)  # by request id; empty without listeners
+
+    @property
+    def context(self) -> dict[str, str]:
+        """The client's trace headers, with lower-case names."""
+        return {name.lower(): str(value) for name, value in self.parameters.items() if name.lower() in CONTEXT_HEADERS}
 
 
-Listener = Callable[[RequestLife], None]  # called once per request, on a frontend's thread: hands over and returns
+Listener = Callable[[RequestLife], None]  # called once per request on a frontend's thread; must not block

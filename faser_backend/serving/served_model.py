@@ -6,16 +6,13 @@ their own from the engine directory.
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.log_format import about
 from faser_backend.text.guides import GuideCompiler
 from faser_backend.text.tokenizer import TextTokenizer
 
-_log = logging.getLogger(__name__)
 MIN_TEXT_BYTES = 64 << 10
 MAX_TOKEN_BYTES = 16  # bytes per token of a text that fits the context, however long the longest token is
 
@@ -49,13 +46,3 @@ class ServedModel:
     def guide_compiler(self) -> GuideCompiler:
         assert self.tokenizer.file is not None
         return GuideCompiler(self.tokenizer.file, self.limits.vocab_size, self.end_ids)
-
-    def clamp_max_tokens(self, value: int, num_prompt_tokens: int, request_id: str) -> int:
-        """Returns value, or the number of tokens that the context holds behind the prompt, and logs the difference."""
-        room = self.limits.max_context - num_prompt_tokens
-        if value > room >= 1:
-            message = "max_tokens = %d: clamped to %d, as the context of %d tokens holds a prompt of %d"
-            client_id = request_id.partition(".")[0]
-            _log.warning(message, value, room, self.limits.max_context, num_prompt_tokens, extra=about(client_id))
-            return room
-        return value

@@ -13,10 +13,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.request_life import RequestLife, SequenceLife
+from faser_backend.serving.request_life import CONTEXT_HEADERS, RequestLife, SequenceLife
 
 TRACING_EXTRA = "pip install 'faser-backend[tracing]'"
-CONTEXT_HEADERS = ("traceparent", "tracestate")  # of W3C Trace Context
 EXPORT_TIMEOUT_S = 2.0  # of one delivery: a server that ends does not wait longer for its collector
 CLOSE_MS = 1500
 
@@ -37,11 +36,6 @@ def forward_options() -> list[str]:
     """Returns options of tritonserver that pass a client's trace context to the models as request parameters."""
     pattern = f"(?i){'|'.join(CONTEXT_HEADERS)}"
     return [f"--http-header-forward-pattern={pattern}", f"--grpc-header-forward-pattern={pattern}"]
-
-
-def context_of(parameters: dict[str, Any]) -> dict[str, str]:
-    """Returns the trace headers among a request's parameters, with lower-case names."""
-    return {name.lower(): str(value) for name, value in parameters.items() if name.lower() in CONTEXT_HEADERS}
 
 
 class Tracing:

@@ -24,6 +24,7 @@ from faser_backend.core.request import (
     Request,
     Sampling,
 )
+from faser_backend.serving.log_format import log_clamp
 from faser_backend.text.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.text.tokenizer import TextTokenizer, check_length
 from faser_backend.triton.link import Handshake
@@ -135,10 +136,11 @@ def _parse_row(tensors: Tensors, request_id: str, handshake: Handshake, *, is_ll
     stop_ids = read_word_ids(tensors, "stop_words_list", MAX_STOP_TOKENS)
     stop_sequences = model.tokenizer.encode_words("stop_words", stop_strings) + stop_ids
     num_draft_tokens = read_scalar(tensors, "num_draft_tokens")
+    asked = _read_max_tokens(tensors)
     request = Request(
         request_id=request_id,
         prompt_ids=prompt_ids,
-        max_tokens=model.clamp_max_tokens(_read_max_tokens(tensors), prompt_ids.size, request_id),
+        max_tokens=model.limits.clamp_max_tokens(asked, prompt_ids.size),
         sampling=_read_sampling(tensors, handshake, is_llm_api=is_llm_api),
         end_ids=_read_end_ids(tensors, handshake),
         stop_sequences=stop_sequences,
@@ -151,6 +153,8 @@ def _parse_row(tensors: Tensors, request_id: str, handshake: Handshake, *, is_ll
         wants_stats=_flag(tensors, "return_perf_metrics"),
         guide=_read_guide(tensors),
     )
+    if request.max_tokens < asked:
+        log_clamp(asked, request)
     request.validate(model.limits)
     _check_logits(request, model.limits)
     return ParsedRequest(

@@ -3,7 +3,7 @@
 The sender takes all outputs that wait, merges them per sequence, detokenises and sends one response per sequence: a
 slow server makes fewer, larger responses, and no queue grows. A second thread polls for cancelled clients. Requests
 with short texts are read on the caller's thread, in order; long texts on two other threads, so that tokenising one
-delays nobody else. Triton is behind `Responder` (tensor_io.py).
+delays no other request. `InflightBatcherContract` parses requests and makes replies; `Responder` sends to Triton.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from queue import Empty
+from typing import Any, Protocol
 
 from faser_backend.core.errors import (
     SHUTTING_DOWN,
@@ -32,9 +33,10 @@ from faser_backend.core.errors import (
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.serving.log_format import about
 from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
-from faser_backend.triton.contract import is_stop_request, num_text_bytes
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.contract import ParsedRequest, is_stop_request, num_text_bytes, parse_requests
 from faser_backend.triton.link import EngineLink, Handshake
-from faser_backend.triton.tensor_io import InflightBatcherWire, Reply, Responder, merge
+from faser_backend.triton.tensor_io import NamedArray, Reply, merge
 from faser_backend.triton.tensors import Tensors
 
 _log = logging.getLogger(__name__)
@@ -44,14 +46,50 @@ LONG_TEXT_BYTES = 16 << 10  # tokenised in 5 to 10 ms
 NUM_READERS = 2  # threads that read long texts
 
 
+class Responder(Protocol):
+    """The sender of one request's responses. The last call is `send` with is_final, or `fail`."""
+
+    requested_outputs: Iterable[str]
+
+    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None: ...
+    def fail(self, failure: Failure) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+class InflightBatcherContract:
+    """The contract of TensorRT-LLM's inflight batcher models. llmapi.py has the other one.
+
+    accumulates_text: streamed responses carry all text so far, as in tensorrt_llm_bls with accumulate_tokens.
+    """
+
+    missing_stop_id = "Trying to stop a request but request ID is not provided"
+
+    def __init__(self, *, accumulates_text: bool = False) -> None:
+        self._accumulates_text = accumulates_text
+
+    def parse(
+        self, tensors: Tensors, request_id: str, handshake: Handshake, *, is_decoupled: bool
+    ) -> list[ParsedRequest]:
+        """Returns the sequences of a request, at least one. Raises RequestError."""
+        parsed = parse_requests(tensors, request_id, handshake, is_decoupled=is_decoupled)
+        return [replace(one, accumulates_text=True) for one in parsed] if self._accumulates_text else parsed
+
+    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> Reply:
+        return Reply(parsed, requested, tokenizer)
+
+    def acknowledge_stop(self, responder: Responder) -> None:
+        responder.send([], is_final=True)
+
+
 @dataclass(slots=True, eq=False)
 class _Exchange:
     """One Triton request in progress: its responder and its sequences."""
 
     responder: Responder
-    replies: dict[str, Reply]  # by the engine's request id, ordered by prompt
+    parsed: dict[str, ParsedRequest]  # by the engine's request id, ordered by prompt
     life: RequestLife
     open_ids: set[str]  # sequences that have not ended
+    replies: dict[str, Reply] = field(default_factory=dict)  # made by the sender with a sequence's first output
     is_ending: bool = False  # its cancellation was sent to the engine
     is_failed: bool = False
 
@@ -70,12 +108,12 @@ class Frontend:
         handshake: Handshake,
         *,
         is_decoupled: bool,
-        wire: InflightBatcherWire | None = None,
+        contract: InflightBatcherContract | None = None,
         on_answered: Listener = lambda life: None,
         listeners: Sequence[Listener] = (),
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._wire = wire or InflightBatcherWire()
+        self._contract = contract or InflightBatcherContract()
         self._link = link
         self._handshake = handshake
         self._is_decoupled = is_decoupled
@@ -96,14 +134,14 @@ class Frontend:
             thread.start()
 
     def handle(
-        self, tensors: Tensors, client_id: str, responder: Responder, context: Mapping[str, str] | None = None
+        self, tensors: Tensors, client_id: str, responder: Responder, parameters: Mapping[str, Any] | None = None
     ) -> None:
         """Starts one request, or executes a stop request. Every failure is sent to the responder, none is raised.
 
-        context: the client's trace headers.
+        parameters: the request's parameters in Triton, for its life's record.
         """
         request_id = f"{os.getpid()}-{next(self._numbers)}"
-        life = RequestLife(request_id, time.perf_counter_ns(), client_id, context or {})
+        life = RequestLife(request_id, time.perf_counter_ns(), client_id, parameters or {})
         try:
             self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
         except FaserError as error:
@@ -115,20 +153,19 @@ class Frontend:
             if is_stop_request(tensors):
                 self._stop(life.client_id, responder)
                 return
-            parsed = self._wire.parse(tensors, life.request_id, self._handshake, is_decoupled=self._is_decoupled)
-            requested, tokenizer = responder.requested_outputs, self._handshake.model.tokenizer
-            replies = {one.request.request_id: self._wire.reply(one, requested, tokenizer) for one in parsed}
+            parsed = self._contract.parse(tensors, life.request_id, self._handshake, is_decoupled=self._is_decoupled)
             life.parsed_ns, life.num_prompts = time.perf_counter_ns(), parsed[0].batch_size
-            exchange = _Exchange(responder, replies, life, set(replies))
+            by_id = {one.request.request_id: one for one in parsed}
+            exchange = _Exchange(responder, by_id, life, set(by_id))
             if self._listeners:
-                life.sequences = {one.request.request_id: SequenceLife.of(one.request) for one in parsed}
+                life.sequences = {request_id: SequenceLife.of(one.request) for request_id, one in by_id.items()}
             with self._lock:
-                self._live.update(dict.fromkeys(replies, exchange))
+                self._live.update(dict.fromkeys(by_id, exchange))
             for one in parsed:
                 self._link.submit(one.request, life.client_id)
             life.submitted_ns = time.perf_counter_ns()
             if exchange.is_failed:  # a first sequence was refused before the others were submitted
-                self._cancel(list(replies))
+                self._cancel(list(by_id))
         except Exception as error:
             self._refuse(exchange, life, responder, error)
 
@@ -156,9 +193,9 @@ class Frontend:
             limit = "--stop-requests is off, as they can end other clients' requests; cancel the call instead"
             raise RequestError("stop", True, limit)
         if not client_id:
-            raise RequestError("stop", True, self._wire.missing_stop_id)
+            raise RequestError("stop", True, self._contract.missing_stop_id)
         self._link.stop_client(client_id)
-        self._wire.acknowledge_stop(responder)
+        self._contract.acknowledge_stop(responder)
 
     def _refuse(self, exchange: _Exchange | None, life: RequestLife, responder: Responder, error: Exception) -> None:
         if isinstance(error, FaserError):
@@ -239,7 +276,12 @@ class Frontend:
 
     def _take(self, exchange: _Exchange, output: EngineOutput) -> None:
         start_ns = time.perf_counter_ns()
-        exchange.replies[output.request_id].add(output)
+        reply = exchange.replies.get(output.request_id)
+        if reply is None:
+            parsed, tokenizer = exchange.parsed[output.request_id], self._handshake.model.tokenizer
+            reply = self._contract.reply(parsed, exchange.responder.requested_outputs, tokenizer)
+            exchange.replies[output.request_id] = reply
+        reply.add(output)
         if exchange.life.sequences:
             exchange.life.sequences[output.request_id].add(output, start_ns)
         exchange.life.postprocessing_ns += time.perf_counter_ns() - start_ns
@@ -281,7 +323,7 @@ class Frontend:
         if self._is_decoupled:
             self._send(exchange, [exchange.replies[request_id]], is_final=is_last)
         elif is_last:
-            self._send(exchange, list(exchange.replies.values()), is_final=True)
+            self._send(exchange, [exchange.replies[one] for one in exchange.parsed], is_final=True)
         if is_last:
             self._notify(exchange.life)
             self._on_answered(exchange.life)

@@ -15,8 +15,9 @@ from faser_backend.core.errors import ErrorCode, Failure, RequestError
 from faser_backend.core.request import FinishReason, RequestStats
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest, parse_requests, read_scalar, refuse_unsupported
+from faser_backend.triton.frontend import InflightBatcherContract, Responder
 from faser_backend.triton.link import Handshake
-from faser_backend.triton.tensor_io import InflightBatcherWire, NamedArray, Reply, Responder
+from faser_backend.triton.tensor_io import NamedArray, Reply
 from faser_backend.triton.tensors import Tensors
 
 DEFAULT_MAX_TOKENS = 32
@@ -47,7 +48,7 @@ _FINISH_REASONS = {
 }
 
 
-class LlmApiWire(InflightBatcherWire):
+class LlmApiContract(InflightBatcherContract):
     """The llmapi contract. A stop request is answered with the error CANCELLED."""
 
     missing_stop_id = "A request id must be provided for request cancellation"

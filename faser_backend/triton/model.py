@@ -28,17 +28,17 @@ from faser_backend.serving.parameters import ModelOptions, ServingOptions, given
 from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
 from faser_backend.serving.request_life import Listener
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.serving.tracing import Tracing, context_of
+from faser_backend.serving.tracing import Tracing
 from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
-from faser_backend.triton.frontend import Frontend, LongTexts
+from faser_backend.triton.frontend import Frontend, InflightBatcherContract, LongTexts
 from faser_backend.triton.heartbeat import Heartbeat
 from faser_backend.triton.launch_folder import drain_when_asked
 from faser_backend.triton.link import LinkServer, SocketLink, socket_id, socket_path
-from faser_backend.triton.llmapi import LlmApiWire
+from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
 from faser_backend.triton.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY
-from faser_backend.triton.tensor_io import InflightBatcherWire, NamedArray
+from faser_backend.triton.tensor_io import NamedArray
 from faser_backend.triton.tensors import JSON_ERRORS
 
 _log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonResponder:
-    """One request's response sender (tensor_io.Responder).
+    """One request's response sender (frontend.Responder).
 
     Triton frees a request's state with its last response: a cancellation poll at that moment would crash the whole
     server. The lock keeps the two apart.
@@ -163,7 +163,7 @@ class ServingModel(ConfiguredModel):
             except FaserError as error:
                 responder.fail(error.failure)
             else:
-                self._frontend.handle(tensors, request.request_id(), responder, context_of(parameters))
+                self._frontend.handle(tensors, request.request_id(), responder, parameters)
 
     def _close_tracing(self) -> None:
         if self._tracing is not None:
@@ -178,7 +178,7 @@ class TextModel(ServingModel):
 
     def initialize(self, args: dict[str, str]) -> None:
         self._configure(args)
-        self._wire = InflightBatcherWire(accumulates_text=self._options.accumulate_tokens)
+        self._contract = InflightBatcherContract(accumulates_text=self._options.accumulate_tokens)
         self._counters = ComposingCounters(pb_utils, args["model_version"])
         self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._launch_folder = launch_folder(args)
@@ -239,7 +239,7 @@ class TextModel(ServingModel):
             link,
             link.handshake,
             is_decoupled=self._is_decoupled,
-            wire=self._wire,
+            contract=self._contract,
             on_answered=self._counters.count,
             listeners=self._open_listeners(link.handshake.model),
             beat=beat.beat,
@@ -250,7 +250,7 @@ class TextModel(ServingModel):
 class EngineModel(ServingModel):
     """`tensorrt_llm`: holds the engine, and serves its own requests and those of the text models."""
 
-    wire = InflightBatcherWire()
+    contract = InflightBatcherContract()
 
     def initialize(self, args: dict[str, str]) -> None:
         # Imported here, because this process alone needs the engine's modules and runtimes.
@@ -280,7 +280,7 @@ class EngineModel(ServingModel):
             self._host.loop.subscribe(),
             handshake,
             is_decoupled=self._is_decoupled,
-            wire=self.wire,
+            contract=self.contract,
             listeners=listeners,
             beat=self._beats[1].beat,
         )
@@ -334,7 +334,7 @@ class EngineModel(ServingModel):
 class LlmApiModel(EngineModel):
     """`tensorrt_llm` of the llmapi contract: the engine with its only frontend."""
 
-    wire = LlmApiWire()
+    contract = LlmApiContract()
 
     def initialize(self, args: dict[str, str]) -> None:
         super().initialize(args)

@@ -1,25 +1,19 @@
-"""Renders a sequence's answer as tensors, and holds the contract that a frontend speaks.
+"""Renders a sequence's answer as tensors: `Reply` collects the engine's outputs and renders responses.
 
-`Reply` gathers the engine's outputs and renders responses, `merge` joins those of several sequences, and
-`InflightBatcherWire` parses requests and makes their replies. Ranks are TensorRT-LLM's: one dimension, [batch x beams],
-for text; a batch and a beam dimension of 1 in front of everything else. Only requested outputs are made.
+`merge` joins the responses of several sequences. Ranks are TensorRT-LLM's: one dimension, [batch x beams], for text; a
+batch and a beam dimension of 1 before all other dimensions. Only requested outputs are rendered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 
-from faser_backend.core.errors import Failure
 from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
 from faser_backend.text.answer_stream import AnswerStream, AnswerToken
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import ParsedRequest, parse_requests
-from faser_backend.triton.link import Handshake
-from faser_backend.triton.tensors import Tensors
+from faser_backend.triton.contract import ParsedRequest
 
 NamedArray = tuple[str, np.ndarray]
 _PERF_FIELDS = {
@@ -198,38 +192,3 @@ def _render_stats(stats: RequestStats) -> list[NamedArray]:
         ("kv_cache_reused_blocks", _one(stats.num_reused_blocks)),
         ("kv_cache_alloc_total_blocks", _one(stats.num_allocated_blocks)),
     ]
-
-
-class Responder(Protocol):
-    """The sender of one request's responses. The last call is `send` with is_final, or `fail`."""
-
-    requested_outputs: Iterable[str]
-
-    def send(self, arrays: list[NamedArray], *, is_final: bool) -> None: ...
-    def fail(self, failure: Failure) -> None: ...
-    def is_cancelled(self) -> bool: ...
-
-
-class InflightBatcherWire:
-    """The contract of TensorRT-LLM's inflight batcher models. llmapi.py has the other one.
-
-    accumulates_text: streamed responses carry all text so far, as in tensorrt_llm_bls with accumulate_tokens.
-    """
-
-    missing_stop_id = "Trying to stop a request but request ID is not provided"
-
-    def __init__(self, *, accumulates_text: bool = False) -> None:
-        self._accumulates_text = accumulates_text
-
-    def parse(
-        self, tensors: Tensors, request_id: str, handshake: Handshake, *, is_decoupled: bool
-    ) -> list[ParsedRequest]:
-        """Returns the sequences of a request, at least one. Raises RequestError."""
-        parsed = parse_requests(tensors, request_id, handshake, is_decoupled=is_decoupled)
-        return [replace(one, accumulates_text=True) for one in parsed] if self._accumulates_text else parsed
-
-    def reply(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> Reply:
-        return Reply(parsed, requested, tokenizer)
-
-    def acknowledge_stop(self, responder: Responder) -> None:
-        responder.send([], is_final=True)

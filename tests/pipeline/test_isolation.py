@@ -298,7 +298,7 @@ def test_an_error_of_the_device_fails_its_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 class Client:
-    """wire.Responder of one request, of which one call may raise."""
+    """frontend.Responder of one request, of which one call may raise."""
 
     requested_outputs = ("output_ids",)
 

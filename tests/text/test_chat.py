@@ -22,7 +22,7 @@ from faser_backend.text.chat_worker import MAX_CHARS, MAX_MEMORY_BYTES
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
-from faser_backend.triton.llmapi import LlmApiWire
+from faser_backend.triton.llmapi import LlmApiContract
 from tests.support.chat_templates import CHATML, CONVERSATIONS, HERMES, LLAMA_3, MISTRAL, TEMPLATES, USER
 from tests.support.openai_cases import WEATHER
 from tests.support.processes import kill_children
@@ -120,7 +120,7 @@ def test_all_contracts_take_messages(chat_tokenizer: TextTokenizer):
         [len(chat_tokenizer.encode_chat("m", json.dumps(USER))[1])],
     ]
     given = {"messages": np.array([conversation.encode()], dtype=object)}
-    (parsed,) = LlmApiWire().parse(given, "r", handshake, is_decoupled=True)
+    (parsed,) = LlmApiContract().parse(given, "r", handshake, is_decoupled=True)
     assert parsed.prompt_text == prompt
 
 

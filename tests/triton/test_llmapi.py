@@ -9,7 +9,7 @@ import pytest
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
-from faser_backend.triton.llmapi import LlmApiWire
+from faser_backend.triton.llmapi import LlmApiContract
 from tests.triton.test_contract import HANDSHAKE, TOKENIZER
 
 OUTPUTS = ["text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate"]
@@ -17,7 +17,7 @@ OUTPUTS = ["text_output", "finish_reason", "stop_reason", "cumulative_logprob", 
 
 def parse(**tensors):
     given = {"text_input": np.array([b"the fox"], dtype=object), **tensors}
-    (parsed,) = LlmApiWire().parse(given, "r", HANDSHAKE, is_decoupled=True)
+    (parsed,) = LlmApiContract().parse(given, "r", HANDSHAKE, is_decoupled=True)
     return parsed
 
 
@@ -61,7 +61,7 @@ def test_a_temperature_alone_samples(tensors, temperature):
 def test_cache_use_has_the_names_of_the_llm_api():
     parsed = parse(sampling_param_return_perf_metrics=np.array([True]))
     names = ["kv_cache_reused_block", "kv_cache_missed_block", "kv_cache_hit_rate", "kv_cache_alloc_new_blocks"]
-    reply = LlmApiWire().reply(replace(parsed, num_prompt_blocks=4), names, TOKENIZER)
+    reply = LlmApiContract().reply(replace(parsed, num_prompt_blocks=4), names, TOKENIZER)
     stats = RequestStats(num_allocated_blocks=5, num_reused_blocks=3)
     reply.add(EngineOutput("r", [], finish_reason=FinishReason.LENGTH, stats=stats))
     arrays = dict(reply.render())

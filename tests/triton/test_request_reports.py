@@ -16,7 +16,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.serving.log_format import JsonFormatter, about, log_request
 from faser_backend.serving.request_life import MAX_ROUNDS, RequestLife, SequenceLife
-from faser_backend.serving.tracing import Tracing, check_endpoint, context_of
+from faser_backend.serving.tracing import Tracing, check_endpoint
 
 MS = 1_000_000
 
@@ -63,11 +63,10 @@ def test_a_request_that_ended_early_has_the_phases_that_it_had():
 
 def test_the_clients_trace_goes_on_unless_it_makes_no_sense():
     given = {"Traceparent": f"00-{'a' * 32}-{'b' * 16}-01", "max_tokens": 3}
-    context = context_of(given)
-    assert context == {"traceparent": given["Traceparent"]}
-    assert {f"{span.context.trace_id:x}" for span in spans_of(life_of(context=context))} == {"a" * 32}
-    assert spans_of(life_of(context={"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"})) == [], "it is not sampled"
-    *_, whole = spans_of(life_of(context={"traceparent": "nonsense"}))
+    assert life_of(parameters=given).context == {"traceparent": given["Traceparent"]}
+    assert {f"{span.context.trace_id:x}" for span in spans_of(life_of(parameters=given))} == {"a" * 32}
+    assert spans_of(life_of(parameters={"traceparent": f"00-{'a' * 32}-{'b' * 16}-00"})) == [], "it is not sampled"
+    *_, whole = spans_of(life_of(parameters={"traceparent": "nonsense"}))
     assert whole.parent is None
 
 
