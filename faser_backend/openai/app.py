@@ -1,4 +1,8 @@
-"""The ASGI application: routes, access, and a request's way from its body to the response that generates its answer."""
+"""The ASGI application: routes, access, and the response that generates an answer while it is sent.
+
+A request passes from its body (bodies.py) to the engine's requests (requests.py), and through Triton
+(triton_client.py). The outputs that come back become JSON or events (replies.py), which are sent here.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ import http.client
 import ipaddress
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing, asynccontextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,18 +24,22 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, read_body
-from faser_backend.openai.errors import ApiError
-from faser_backend.openai.replies import Answer, ApiReply, ChatReply, CompletionReply, ResponsesReply
-from faser_backend.openai.requests import generations
-from faser_backend.openai.sending import GeneratedResponse, Json, error_response
+from faser_backend.openai.errors import ApiError, Json, as_api_error, error_response, to_json
+from faser_backend.openai.replies import ApiReply, ChatReply, CompletionReply, Event, ResponsesReply
+from faser_backend.openai.requests import Generation, generations
 from faser_backend.openai.triton_client import TokenClient
+from faser_backend.serving.request_life import CONTEXT_HEADERS
 from faser_backend.serving.served_model import ServedModel
+from faser_backend.text.answer_stream import AnswerStream
 
 PAGE = Path(__file__).with_name("page.html")
 METRICS_TIMEOUT_S = 5.0
+MAX_WAITING_EVENTS = 64  # lists of events per request, for a slow client; beyond that its stream from Triton waits
+_STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 def make_app(
@@ -47,6 +56,7 @@ def make_app(
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         endpoints.client = TokenClient(triton_url, model.limits.vocab_size)
+        AnswerStream(model.tokenizer)  # makes the tokenizer's table of bytes before a client waits for it
         yield
         await endpoints.client.close()
         model.tokenizer.close()
@@ -126,17 +136,18 @@ class _Endpoints:
         return await self._generate(ResponsesBody, request, ResponsesReply)
 
     async def _generate(
-        self, kind: type[Body], request: Request, reply: Callable[[Any, Sequence[Answer]], ApiReply]
+        self,
+        kind: type[Body],
+        request: Request,
+        reply: Callable[[Any, Sequence[Generation], ServedModel], ApiReply],
     ) -> GeneratedResponse:
         body = await read_body(kind, request)
         self._check_model(body.model)
         if self._shows_speculation and body.spec_decode_metrics is None:
             body.spec_decode_metrics = "summary"
-        answers = await asyncio.to_thread(self._answers, body)
-        return GeneratedResponse(self.client, reply(body, answers))
-
-    def _answers(self, body: Body) -> list[Answer]:
-        return [Answer(wanted, self._model) for wanted in generations(body, self._model)]
+        wanted = await asyncio.to_thread(generations, body, self._model)
+        make_reply = partial(reply, body, wanted, self._model)
+        return GeneratedResponse(self.client, wanted, make_reply, is_streamed=bool(body.stream))
 
     def _shown_model(self) -> dict[str, Any]:
         model = self._model
@@ -153,6 +164,127 @@ class _Endpoints:
         if name is not None and name != self._model.name:
             limit = f"is not served here; the model is {self._model.name!r}"
             raise ApiError(f"model = {name[:80]!r}: {limit}", status=404, param="model", code="model_not_found")
+
+
+class GeneratedResponse:
+    """An ASGI response that generates while it is sent. A client that disconnects ends its request in the engine."""
+
+    def __init__(
+        self,
+        client: TokenClient,
+        wanted: Sequence[Generation],
+        make_reply: Callable[[], ApiReply],
+        *,
+        is_streamed: bool,
+    ) -> None:
+        """make_reply: called with the first output."""
+        self._client, self._wanted, self._make_reply, self._is_streamed = client, wanted, make_reply, is_streamed
+
+    @cached_property
+    def _reply(self) -> ApiReply:
+        return self._make_reply()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        send_reply = self._stream if self._is_streamed else self._send_whole
+        await _while_connected(receive, send_reply(scope, receive, send))
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with aclosing(self._events(scope)) as events:
+                async for _ in events:
+                    pass
+            response: Response = Json(self._reply.whole())
+        except Exception as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The status waits for the first token, so that it can still report an error until then."""
+        has_begun = False
+        try:
+            async with aclosing(self._events(scope)) as new_events:
+                async for events in new_events:
+                    if not has_begun:
+                        has_begun = True
+                        await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
+                    await _send_events(send, events)
+            await _send_events(send, self._reply.end())
+        except Exception as error:
+            shown = as_api_error(error)
+            if not has_begun:
+                await error_response(shown)(scope, receive, send)
+                return
+            await _send_events(send, [(None, shown.body())])
+        done = b"data: [DONE]\n\n" if self._reply.has_done else b""
+        await send({"type": "http.response.body", "body": done, "more_body": False})
+
+    async def _events(self, scope: Scope) -> AsyncGenerator[list[Event], None]:
+        """Yields the events of all choices as they come. Closing it ends the choices in the engine.
+
+        Raises the error of the first choice that fails.
+        """
+        headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
+        trace = {name: value for name, value in headers if name in CONTEXT_HEADERS}
+        queue: asyncio.Queue[list[Event] | Exception | None] = asyncio.Queue(MAX_WAITING_EVENTS)
+
+        async def run(index: int, wanted: Generation) -> None:
+            try:
+                async with aclosing(self._client.generate(wanted, trace)) as outputs:
+                    async for output, is_drafted in outputs:
+                        events = self._reply.add(index, output, is_drafted)
+                        if events is not None:
+                            await queue.put(events)
+                        # Only a stop string leaves the stream early. Otherwise it is read to its end: a cancellation
+                        # that crosses the end of a request can make Triton wait for that request for ever.
+                        if self._reply.answers[index].stop_reason is not None:
+                            break
+                await queue.put(None)
+            except Exception as error:
+                await queue.put(error)
+
+        tasks = [asyncio.create_task(run(index, wanted)) for index, wanted in enumerate(self._wanted)]
+        try:
+            num_open = len(tasks)
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _send_events(send: Send, events: list[Event]) -> None:
+    lines = [
+        (f"event: {name}\n".encode() if name else b"") + b"data: " + to_json(data) + b"\n\n" for name, data in events
+    ]
+    if lines:
+        await send({"type": "http.response.body", "body": b"".join(lines), "more_body": True})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Runs work until it ends or the client disconnects."""
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        watch.cancel()
+        is_left = not task.done()
+        if is_left:
+            task.cancel()
+        results = await asyncio.gather(task, watch, return_exceptions=True)
+    if not is_left and isinstance(results[0], Exception):
+        raise results[0]
 
 
 class Callers:

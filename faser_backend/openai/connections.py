@@ -11,8 +11,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from faser_backend.openai.errors import ApiError
-from faser_backend.openai.sending import to_json
+from faser_backend.openai.errors import ApiError, to_json
 
 MAX_CONNECTIONS = 2048
 SPARE_FILES = 128  # open files beside connections

@@ -1,9 +1,14 @@
-"""Errors in OpenAI's form: translates the engine's error codes for clients of this API."""
+"""JSON responses, and errors in OpenAI's form: translates the engine's error codes for clients of this API."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import secrets
+from typing import Any
+
+from starlette.responses import JSONResponse
 
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
 
@@ -55,3 +60,32 @@ def as_api_error(error: Exception) -> ApiError:
     number = secrets.token_hex(8)
     _LOG.error("request %s failed", number, exc_info=error)
     return ApiError.of(Failure(ErrorCode.INTERNAL, f"internal error; the server's log explains it under {number}"))
+
+
+def error_response(failure: Exception) -> Json:
+    error = as_api_error(failure)
+    headers = {"retry-after": "1"} if error.status in (429, 503) else None
+    return Json(error.body(), error.status, headers)
+
+
+class Json(JSONResponse):
+    def render(self, content: Any) -> bytes:
+        return to_json(content)
+
+
+def to_json(data: Any) -> bytes:
+    """Writes any data as JSON: NaN and infinity become null, half surrogate pairs become question marks."""
+    try:
+        return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_writable(data)).encode()
+
+
+def _writable(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {_writable(key): _writable(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_writable(each) for each in data]
+    if isinstance(data, str):
+        return data.encode(errors="replace").decode()
+    return None if isinstance(data, float) and not math.isfinite(data) else data

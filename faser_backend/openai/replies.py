@@ -1,7 +1,7 @@
 """The replies of the API: a choice grows from the engine's outputs, and every reply shapes its choices as JSON objects.
 
 `ApiReply.add` turns each output into the events of a stream; `whole` returns the object for a client that does not
-stream. `sending.py` sends both.
+stream. app.py sends both.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class Piece:
 class Answer:
     """One choice: its text so far, its counts, and the acceptance of its drafts."""
 
-    def __init__(self, wanted: Generation, model: ServedModel) -> None:
+    def __init__(self, wanted: Generation, tokenizer: TextTokenizer) -> None:
         self.wanted = wanted
-        self.model = model
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.num_accepted_by_step: list[int] = []
         self._is_step_open = False  # the last token was drafted, so its step goes on
         self._has_echoed = not wanted.echoes
+        self._tokenizer = tokenizer
         self._stream = AnswerStream(
-            model.tokenizer,
+            tokenizer,
             wanted.request.prompt_ids,
             stop_strings=wanted.stop,
             includes_stop=False,
@@ -88,7 +88,7 @@ class Answer:
     def _echo(self, output: EngineOutput) -> AnswerPart:
         """Returns the prompt, with its log-probabilities if the output has them."""
         self._has_echoed = True
-        stream = AnswerStream(self.model.tokenizer)
+        stream = AnswerStream(self._tokenizer)
         prompt = EngineOutput("", self.wanted.request.prompt_ids.tolist(), finish_reason=FinishReason.LENGTH)
         tokens, rest = stream.add(prompt)
         if output.context_log_probs is not None:
@@ -128,9 +128,10 @@ class ApiReply:
 
     has_done = True  # a stream ends with the line [DONE]
 
-    def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
+    def __init__(self, body: Body, wanted: Sequence[Generation], model: ServedModel) -> None:
         self.body = body
-        self.answers = answers
+        self.model = model
+        self.answers = [Answer(one, model.tokenizer) for one in wanted]
         self._has_begun = False
 
     def add(self, index: int, output: EngineOutput, is_drafted: Sequence[bool]) -> list[Event] | None:
@@ -158,7 +159,7 @@ class ApiReply:
         """Token counts. A prompt counts once for all its answers; cached tokens are whole KV blocks."""
         firsts = self.answers[:: self.body.num_choices]
         sizes = [answer.wanted.request.prompt_ids.size for answer in firsts]
-        prompt, block_size = sum(sizes), self.answers[0].model.kv_block_size
+        prompt, block_size = sum(sizes), self.model.kv_block_size
         cached = (min(one.stats.num_reused_blocks * block_size, size) for one, size in zip(firsts, sizes, strict=True))
         completion = sum(answer.num_tokens for answer in self.answers)
         return {
@@ -182,12 +183,12 @@ class ChoicesReply(ApiReply):
     kinds = ("", "")  # of the whole object, and of a chunk
     id_prefix = ""
 
-    def __init__(self, body: Body, answers: Sequence[Answer]) -> None:
-        super().__init__(body, answers)
+    def __init__(self, body: Body, wanted: Sequence[Generation], model: ServedModel) -> None:
+        super().__init__(body, wanted, model)
         reply_id = f"{self.id_prefix}-{secrets.token_hex(16)}"
-        self._frame = {"id": reply_id, "created": int(time.time()), "model": answers[0].model.name}
-        self._texts = ["" for _ in answers]
-        self._tokens: list[list[AnswerToken]] = [[] for _ in answers]
+        self._frame = {"id": reply_id, "created": int(time.time()), "model": model.name}
+        self._texts = ["" for _ in wanted]
+        self._tokens: list[list[AnswerToken]] = [[] for _ in wanted]
 
     def end(self) -> list[Event]:
         options = self.body.stream_options
@@ -239,7 +240,7 @@ class CompletionReply(ChoicesReply):
 
     def _log_probs(self, tokens: list[AnswerToken], offset: int) -> dict[str, Any]:
         """offset: characters of the choice's text before these tokens."""
-        tokenizer = self.answers[0].model.tokenizer
+        tokenizer = self.model.tokenizer
         tops = [{named(tokenizer, one)[0]: value for one, value in token.top} for token in tokens]
         return {
             "tokens": [named(tokenizer, token.token_id)[0] for token in tokens],
@@ -254,10 +255,10 @@ class ChatReply(ChoicesReply):
     id_prefix = "chatcmpl"
     body: ChatBody
 
-    def __init__(self, body: ChatBody, answers: Sequence[Answer]) -> None:
-        super().__init__(body, answers)
+    def __init__(self, body: ChatBody, wanted: Sequence[Generation], model: ServedModel) -> None:
+        super().__init__(body, wanted, model)
         is_single = body.parallel_tool_calls is False
-        self._finders = [CallFinder(answer.wanted.tool_form, is_single=is_single) for answer in answers]
+        self._finders = [CallFinder(one.tool_form, is_single=is_single) for one in wanted]
 
     def begin(self) -> list[Event]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
@@ -309,7 +310,7 @@ class ChatReply(ChoicesReply):
         }
 
     def _log_prob(self, token_id: int, value: float | None) -> dict[str, Any]:
-        text, token_bytes = named(self.answers[0].model.tokenizer, token_id)
+        text, token_bytes = named(self.model.tokenizer, token_id)
         return {"token": text, "logprob": value, "bytes": list(token_bytes)}
 
 
@@ -319,11 +320,11 @@ class ResponsesReply(ApiReply):
     has_done = False
     body: ResponsesBody
 
-    def __init__(self, body: ResponsesBody, answers: Sequence[Answer]) -> None:
-        super().__init__(body, answers)
+    def __init__(self, body: ResponsesBody, wanted: Sequence[Generation], model: ServedModel) -> None:
+        super().__init__(body, wanted, model)
         self._id = _new_id("resp")
         self._created = int(time.time())
-        self._finder = CallFinder(answers[0].wanted.tool_form, is_single=body.parallel_tool_calls is False)
+        self._finder = CallFinder(wanted[0].tool_form, is_single=body.parallel_tool_calls is False)
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last item is a message that still grows
         self._num_events = 0
@@ -415,7 +416,7 @@ class ResponsesReply(ApiReply):
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "model": self.answers[0].model.name,
+            "model": self.model.name,
             "output": output,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
