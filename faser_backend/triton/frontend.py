@@ -299,7 +299,7 @@ class Frontend:
         if last.is_final:
             self._finish(request_id, exchange, last)
             return
-        if reply.is_stopped and request_id not in self._stopping:
+        if reply.stream.is_stopped and request_id not in self._stopping:
             self._stopping.add(request_id)
             self._link.stop(request_id)
         if reply.parsed.is_streaming and reply.has_new_output:

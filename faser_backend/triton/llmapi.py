@@ -40,12 +40,6 @@ _INPUTS = {  # theirs -> ours
 _OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
 _FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}
 _NO_REASON = "None"  # Python's None as a string, which clients of the LLM API compare with
-_FINISH_REASONS = {
-    FinishReason.LENGTH: "length",
-    FinishReason.END_ID: "stop",
-    FinishReason.STOP_WORDS: "stop",
-    FinishReason.STOPPED: "cancelled",
-}
 
 
 class LlmApiContract(InflightBatcherContract):
@@ -88,8 +82,8 @@ class LlmApiReply(Reply):
         arrays = [(_OUTPUTS.get(name, name), array.reshape(-1)) for name, array in super().render()]
         for name in sorted(self.parsed.extra_outputs & self._theirs):
             arrays.append((name, np.array([self._reason(name).encode()], dtype=object)))
-        if self.parsed.request.wants_stats and self.stats is not None:
-            arrays += [each for each in self._cache_use(self.stats) if each[0] in self._theirs]
+        if self.parsed.request.wants_stats and self.stream.stats is not None:
+            arrays += [each for each in self._cache_use(self.stream.stats) if each[0] in self._theirs]
         return arrays
 
     def _cache_use(self, stats: RequestStats) -> list[NamedArray]:
@@ -104,8 +98,8 @@ class LlmApiReply(Reply):
 
     def _reason(self, name: str) -> str:
         if name == "stop_reason":
-            return self.matched_stop or _NO_REASON
-        finish = self.finish_reason
-        if finish is None:
-            return _NO_REASON
-        return "stop" if self.is_stopped else _FINISH_REASONS.get(finish, finish.value)
+            return self.stream.matched_stop or _NO_REASON
+        finish = self.stream.finish_reason
+        if finish is FinishReason.STOPPED and not self.stream.is_stopped:
+            return "cancelled"
+        return (finish and self.stream.reason) or _NO_REASON

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
+from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, RequestStats
 from faser_backend.text.answer_stream import AnswerStream, AnswerToken
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest
@@ -31,7 +31,7 @@ class Reply:
     def __init__(self, parsed: ParsedRequest, requested: Iterable[str], tokenizer: TextTokenizer) -> None:
         self.parsed = parsed
         self._requested = frozenset(requested)
-        self._stream = AnswerStream(
+        self.stream = AnswerStream(
             tokenizer if "text_output" in self._requested or parsed.stop_strings else None,
             parsed.request.prompt_ids,
             stop_strings=parsed.stop_strings,
@@ -39,29 +39,12 @@ class Reply:
         )
         self._tokenizer = tokenizer
         self._new: list[AnswerToken] = []
-        self._rest = ""  # text behind the last token
+        self._rest = ""  # text after the last token
         self._sent_text = ""  # all text so far, if the stream accumulates
         self._context_logits: np.ndarray | None = None  # sent with the first and with the last response
         self._are_context_logits_new = False
         self._context_log_probs: np.ndarray | None = None
         self._generation_logits: list[np.ndarray] = []
-
-    @property
-    def stats(self) -> RequestStats | None:
-        return self._stream.stats
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self._stream.finish_reason
-
-    @property
-    def matched_stop(self) -> str | None:
-        return self._stream.matched_stop
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a stop string has ended the text. Later tokens are dropped."""
-        return self._stream.is_stopped
 
     @property
     def has_new_output(self) -> bool:
@@ -71,7 +54,7 @@ class Reply:
         return bool(self._rest) or any(token.text for token in self._new)
 
     def add(self, output: EngineOutput) -> None:
-        tokens, self._rest = self._stream.add(output)
+        tokens, self._rest = self.stream.add(output)
         self._new += tokens
         if output.generation_logits is not None and tokens:
             self._generation_logits.append(output.generation_logits[: len(tokens)])
@@ -91,7 +74,7 @@ class Reply:
         if "text_output" in self._requested:
             arrays.append(("text_output", np.array([self._next_text().encode()], dtype=object)))
         # Clients of TensorRT-LLM's backend up to v0.13 read these two without requesting them.
-        arrays.append(("cum_log_probs", np.array([[self._stream.cum_log_prob]], np.float32)))
+        arrays.append(("cum_log_probs", np.array([[self.stream.cum_log_prob]], np.float32)))
         arrays.append(("batch_index", _one(parsed.batch_index)))
         if parsed.request.wants_log_probs:
             arrays.append(("output_log_probs", np.array([[[token.log_prob for token in self._new]]], np.float32)))
@@ -102,8 +85,8 @@ class Reply:
             arrays.append(("num_input_tokens", _one(parsed.request.prompt_ids.size)))
         if parsed.wants_num_output_tokens:
             arrays.append(("num_output_tokens", _one(len(self._new))))  # of this response alone: clients add them up
-        if parsed.request.wants_stats and self.stats is not None:
-            arrays += _render_stats(self.stats)
+        if parsed.request.wants_stats and self.stream.stats is not None:
+            arrays += _render_stats(self.stream.stats)
             arrays.append(("draft_token_mask", np.array([[[token.is_drafted for token in self._new]]], np.bool_)))
         self._new, self._rest = [], ""
         return [(name, array) for name, array in arrays if name in self._requested]
@@ -126,7 +109,7 @@ class Reply:
     def _render_logits(self) -> list[NamedArray]:
         """Renders context_logits [1, num_prompt_tokens, V], and generation_logits [1, 1, n, V] of the new tokens."""
         arrays = []
-        if self._context_logits is not None and (self._are_context_logits_new or self.finish_reason is not None):
+        if self._context_logits is not None and (self._are_context_logits_new or self.stream.finish_reason is not None):
             arrays.append(("context_logits", self._context_logits[None]))
         if self._context_log_probs is not None:
             own, ids, best = np.split(self._context_log_probs[None], [1, 1 + NUM_CONTEXT_TOP], axis=2)

@@ -81,7 +81,7 @@ def test_text_stop_across_tokens_cuts_ids_text_and_counts():
     table = TOKENIZER.token_bytes
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
     reply.add(EngineOutput("r", [table.index(bytes([byte])) for byte in b"a foX"]))
-    assert reply.is_stopped
+    assert reply.stream.is_stopped
     reply.add(finished([table.index(b"Y")]))
     arrays = dict(reply.render())
     assert arrays["text_output"].tolist() == [b"a fo"]
