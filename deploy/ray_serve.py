@@ -2,9 +2,9 @@
 
     serve run deploy.ray_serve:app engine_dir=engines_out min_replicas=2 max_replicas=4
 
-Each replica keeps a `faser serve` of its own as a child, on free ports of the loopback, and passes requests on to its
-OpenAI server: what cancels, drains and tells readiness on one machine does so here. Before the replicas stands
-an ingress, whose only knowledge of a request is the text that the router compares.
+Each replica starts a `faser serve` as a child on free loopback ports, and forwards requests to its OpenAI server. So
+cancelling, draining and readiness work as on one machine. An ingress receives all requests and reads of each only the
+text that the router compares.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from faser_backend.serving.processes import die_with_parent
 # Ray offers it as ray.serve.llm.request_router.PrefixCacheAffinityRouter, whose package wants vLLM or SGLang installed.
 PREFIX_ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router.PrefixCacheAffinityRouter"
 ROUTED_CHARACTERS = 8192  # of a prompt: what the router compares and remembers
-DRAIN_S = 75.0  # a little longer than `faser serve` gives to requests in flight
+DRAIN_S = 75.0  # longer than `faser serve` gives running requests
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 5.0
-MAX_UNHEALTHY = 3  # as Serve counts
-NUM_TRIES = 5  # of a request whose answer has not begun
-RETRY_S = 0.25  # between them: the router learns of a replica that has ended a little later than its requests do
+MAX_UNHEALTHY = 3  # checks in a row; Serve's own limit
+NUM_TRIES = 5  # per request, before its answer begins
+RETRY_S = 0.25  # between tries: a replica's requests fail before the router notices its end
 PASSED_HEADERS = ("accept", "authorization", "content-type")
 RETURNED_HEADERS = ("cache-control", "content-type", "retry-after")
 
@@ -58,14 +58,14 @@ class Options(BaseModel):
     serve_options: str = ""  # further options of `faser serve`, as on its command line
     min_replicas: int = Field(default=1, ge=1)
     max_replicas: int = Field(default=1, ge=1)
-    target_ongoing_requests: float = Field(default=16, gt=0)  # of a replica, waiting or running; more adds replicas
-    max_ongoing_requests: int = Field(default=64, ge=1)  # of a replica; more wait at the ingress
-    max_queued_requests: int = Field(default=256, ge=0)  # at the ingress; one more is answered with 429
+    target_ongoing_requests: float = Field(default=16, gt=0)  # per replica, waiting or running; more add replicas
+    max_ongoing_requests: int = Field(default=64, ge=1)  # per replica; others wait at the ingress
+    max_queued_requests: int = Field(default=256, ge=0)  # at the ingress; others get 429
     num_ingresses: int = Field(default=1, ge=1)  # every request passes through one of them
-    num_cpus: float = Field(default=1, gt=0)  # of a replica, as Ray counts them
+    num_cpus: float = Field(default=1, gt=0)  # per replica, as Ray counts them
     num_gpus: float = Field(default=0, ge=0)
-    is_prefix_aware: bool = True  # prompts that begin alike go to the same replica, whose KV blocks they share
-    imbalanced_threshold: int = Field(default=8, ge=0)  # requests in which replicas may differ before load goes first
+    is_prefix_aware: bool = True  # equal prompt beginnings go to one replica and share KV blocks
+    imbalanced_threshold: int = Field(default=8, ge=0)  # difference in requests above which load decides
 
     @model_validator(mode="after")
     def _check_range(self) -> Options:
@@ -88,14 +88,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """How an answer begins."""
+    """The status and headers of an answer."""
 
     status: int
     headers: dict[str, str]
 
 
 class Replica:
-    """A `faser serve` as a child process, and the way to its OpenAI server. It and its child live and die together."""
+    """A `faser serve` as a child process, with a connection to its OpenAI server. Each ends with the other."""
 
     async def __init__(self, options: Options) -> None:
         """Returns once the server is ready. Raises RuntimeError; the replica's log has the reason."""
@@ -105,7 +105,7 @@ class Replica:
         command = [sys.executable, "-m", "faser_backend.cli", "serve", "--openai-port", str(openai)]
         command += ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
         command += ["--engine-dir", str(options.engine_dir)] if options.engine_dir is not None else []
-        # Started on the loop's thread, which lasts as long as the replica: the kernel ends the child with that thread.
+        # The loop's thread starts it and lasts as long as the replica: the kernel ends the child with this thread.
         self._process = subprocess.Popen(
             [*command, *shlex.split(options.serve_options)],
             stdout=subprocess.PIPE,
@@ -122,8 +122,7 @@ class Replica:
         self._watch = asyncio.create_task(self._end_with_child())
 
     async def answer(self, call: Call) -> AsyncIterator[Head | bytes]:
-        """Yields a Head, then the body. Closing the iterator closes the connection, which ends the request in the
-        engine."""
+        """Yields a Head, then the body. Closing the iterator closes the connection, which cancels the request."""
         request = self._session.request(call.method, self._url + call.path, headers=call.headers, data=call.body)
         async with request as response:
             yield Head(response.status, {name: response.headers[name] for name in _known(response.headers)})
@@ -131,9 +130,10 @@ class Replica:
                 yield chunk
 
     async def check_health(self) -> None:
-        """Raises where Triton's model is not ready; ends the replica where that was so MAX_UNHEALTHY times running.
+        """Raises if Triton's model is not ready, and ends the replica after MAX_UNHEALTHY failures in a row.
 
-        Serve would drain it first, for as long as requests that nobody answers may take."""
+        Serve would drain the replica first and wait for requests that will never be answered.
+        """
         limit = aiohttp.ClientTimeout(HEALTH_TIMEOUT_S)
         try:
             async with self._session.get(f"{self._url}/health", timeout=limit) as health:
@@ -141,16 +141,16 @@ class Replica:
         except (aiohttp.ClientError, TimeoutError):
             self._num_unhealthy += 1
             if self._num_unhealthy == MAX_UNHEALTHY:
-                _end(f"faser serve was not ready {MAX_UNHEALTHY} times running")
+                _end(f"faser serve was not ready {MAX_UNHEALTHY} times in a row")
             raise
         self._num_unhealthy = 0
 
     async def _end_with_child(self) -> None:
-        """A replica without a server would answer with errors until its health is asked for: it ends at once."""
+        """Ends the replica with its server; otherwise it would answer with errors until the next health check."""
         _end(f"faser serve ended with status {await asyncio.to_thread(self._process.wait)}")
 
     def __del__(self) -> None:
-        """Serve calls it once the requests in flight have ended."""
+        """Stops the server. Serve calls it when running requests have ended."""
         if hasattr(self, "_watch"):
             self._watch.cancel()
         if hasattr(self, "_process"):
@@ -160,13 +160,13 @@ class Replica:
 
 
 def _end(reason: str) -> None:
-    """Ends this process, and with it its child; Serve starts another replica."""
+    """Ends this process and its child. Serve starts another replica."""
     print(f"{reason}; the replica ends", file=sys.stderr, flush=True)
     os._exit(1)
 
 
 class Ingress:
-    """The one port. It asks a replica, and another where the first is gone before its answer has begun."""
+    """The common port. It asks a replica, and another one if that fails before its answer begins."""
 
     def __init__(self, replicas: DeploymentHandle) -> None:
         self._replicas: Any = replicas.options(stream=True)
@@ -192,7 +192,7 @@ class Ingress:
 
 
 async def _rest(pieces: DeploymentResponseGenerator, head: Head) -> AsyncIterator[bytes]:
-    """The body. A stream whose replica ends is told so by an event, as one of the server is."""
+    """Yields the rest of the body. If the replica ends, an event stream gets an error event, as from the server."""
     try:
         async for piece in pieces:
             yield piece
@@ -202,12 +202,14 @@ async def _rest(pieces: DeploymentResponseGenerator, head: Head) -> AsyncIterato
         error = ApiError("unavailable: the replica is gone", status=503, code="unavailable")
         yield f"data: {json.dumps(error.body())}\n\n".encode()
     finally:
-        pieces.cancel()  # of an answer that is whole: nothing
+        pieces.cancel()  # does nothing after a complete answer
 
 
 def routed_text(body: bytes) -> str:
-    """How the prompt or the conversation of a body begins: what requests share that share KV blocks. Never empty; of a
-    body that the OpenAI server will refuse it may be anything."""
+    """Returns the beginning of a body's prompt or conversation, by which requests share KV blocks.
+
+    It is never empty, and arbitrary for a body that the OpenAI server will refuse.
+    """
     text = ""
     with suppress(ValueError, RecursionError):
         fields = json.loads(body)
@@ -217,7 +219,7 @@ def routed_text(body: bytes) -> str:
 
 
 def _text_of(value: Any) -> str:
-    """The text, without the JSON around it, in which all conversations are alike."""
+    """Returns the text without its JSON, which is alike in all conversations."""
     if isinstance(value, dict):
         value = value.get("content") or value.get("text")
     if isinstance(value, list):
@@ -234,9 +236,9 @@ def _refusal(error: ApiError) -> Response:
 
 
 def app(options: Options | dict[str, str]) -> serve.Application:
-    """The application, for `serve run deploy.ray_serve:app NAME=VALUE ...` or `serve.run(app(Options(...)))`."""
+    """Returns the application for `serve run deploy.ray_serve:app NAME=VALUE ...` or `serve.run(app(Options(...)))`."""
     options = Options.model_validate(options)
-    router: dict[str, Any] = {}  # Serve's own: the less loaded of two
+    router: dict[str, Any] = {}  # Serve's default: the less loaded of two
     if options.is_prefix_aware:
         kept = {"imbalanced_threshold": options.imbalanced_threshold, "do_eviction": True}
         router = {"request_router_class": PREFIX_ROUTER, "request_router_kwargs": kept}
@@ -260,6 +262,6 @@ def app(options: Options | dict[str, str]) -> serve.Application:
         Ingress,
         num_replicas=options.num_ingresses,
         ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=num_answers + 1,  # one more is refused by it
+        max_ongoing_requests=num_answers + 1,  # so that the ingress refuses the excess, not Serve
     )
     return ingress.bind(replicas.bind(options))
