@@ -37,6 +37,8 @@ class Contestant:
         return f"{self.policy} ({self.note})" if self.note else self.policy
 
 
+AGAIN = Contestant(REFERENCE, "again")  # a second engine of the reference: how much equal engines differ
+
 # Each mechanism taken out of the whole, then each forced on a policy that has none: what it costs or gains here.
 ABLATIONS = (
     Contestant(WHOLE, "no exit", {"early_exit": "off"}),
@@ -85,7 +87,7 @@ class Sizing:
 
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(2, 0.2, 1, 1.5, 1, 40, (0.8,), bursty_ablations=False)
+        return cls(3, 1.5, 1, 3.0, 3, 40, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:

@@ -135,6 +135,7 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
         "mean_batch_size": float(batch.mean()),
         "mean_length": float(drafted.mean()),
         "rows_drafted": int(drafted.sum()),
+        "rows_accepted": num_accepted,
         "rows_verified": int(rows.sum()),
         "rows_trimmed": trimmed_rows,
         "rows_pruned": pruned_rows,
@@ -166,11 +167,12 @@ def _time_figures(log: StepLog) -> dict[str, float]:
 
 
 def _lap_figures(log: StepLog) -> dict[str, float]:
-    plan_us = np.array(planning_us(log.target_laps))
+    plan_us = planning_us(log.target_laps)
     laps = [*log.target_laps, *log.draft_laps]
     busy_us = _union_us(laps)
     calls_us = _union_us([lap for lap in laps if lap.phase in MODEL_CALLS])
     return {
+        "plan_us_mean": float(plan_us.mean()),
         "plan_us_p50": float(np.percentile(plan_us, 50)),
         "plan_us_p99": float(np.percentile(plan_us, 99)),
         "plan_share": float(plan_us.sum()) / busy_us,
@@ -178,17 +180,11 @@ def _lap_figures(log: StepLog) -> dict[str, float]:
     }
 
 
-def planning_us(laps: list[PhaseEvent]) -> list[float]:
-    """Scheduler and policy per step: its plan, and what is learned from its record."""
-    steps: list[float] = []
-    for lap in laps:
-        if lap.phase in PLANNING:
-            spent = (lap.end_ns - lap.start_ns) / 1e3
-            if lap.phase == "schedule" or not steps:
-                steps.append(spent)
-            else:
-                steps[-1] += spent
-    return steps
+def planning_us(laps: list[PhaseEvent]) -> np.ndarray:
+    """Returns the time of scheduler and policy in each step: planning it, and learning from its record."""
+    planning = [lap for lap in laps if lap.phase in PLANNING]
+    step = np.maximum(np.cumsum([lap.phase == "schedule" for lap in planning]) - 1, 0)
+    return np.bincount(step, [(lap.end_ns - lap.start_ns) / 1e3 for lap in planning])
 
 
 def _union_us(laps: list[PhaseEvent]) -> float:

@@ -24,7 +24,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
-from faser_backend.lab.bench.compare import add_comparisons, in_words, spread_warning
+from faser_backend.lab.bench.compare import add_comparisons, in_words, spread_warning, table
 from faser_backend.lab.bench.measure import Ladder, Workload, reference_speeds
 from faser_backend.lab.bench.oracle import make_oracle
 from faser_backend.lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
@@ -32,9 +32,11 @@ from faser_backend.lab.bench.report import render, roofline
 from faser_backend.lab.bench.timeline import trace_events
 from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import (
+    AGAIN,
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
     ORACLE,
+    REFERENCE,
     WHOLE,
     Contestant,
     Sizing,
@@ -83,6 +85,7 @@ class BenchRun:
         self._options, self._sizing = options, sizing
         names = None if options.policies is None else split_names(options.policies)
         self._contestants, self.missing = choose_contestants(names)
+        self._contestants.insert((len(self._contestants) + 1) // 2, AGAIN)  # far from the first in each rotation
         self.warnings: list[str] = []
         check_output(options.output, REPORT_BYTES)
         self._engine_dir = options.engine_dir or demo_engine_dir(print_steps())
@@ -97,22 +100,18 @@ class BenchRun:
         """Returns whether everything was measured."""
         options = self._options
         if self._memory.words:
-            print(f"{len(self._contestants)} contestants; {self._memory.words}", file=sys.stderr)
-        console, is_whole = Console(file=sys.stderr), True
-        events, timelines = [], []
+            print(f"{len(self._contestants)} engines; {self._memory.words}", file=sys.stderr)
+        console, is_whole, events, timelines = Console(file=sys.stderr), True, [], []
         with closing(InProcess(self._engine_dir, {})) as place, progress_bar(console) as bar:
             present = self._open(place, bar)
             speeds = reference_speeds(place, self._workload)
-            left_s = self._end_s - time.monotonic()
-            sizing = self._fit(present, speeds, left_s)
-            ladder = Ladder(
-                place,
-                present,
-                self._workload,
-                sizing,
-                lambda what, num_runs: bar.update(task, description=what, advance=num_runs),
-                num_layers=self._manifest.target.spec.num_layers,
-            )
+            sizing = self._fit(present, speeds, self._end_s - time.monotonic())
+
+            def report(what: str, num_runs: float) -> None:
+                bar.update(task, description=what, advance=num_runs)
+
+            num_layers = self._manifest.target.spec.num_layers
+            ladder = Ladder(place, present, self._workload, sizing, report, num_layers)
             task = bar.add_task("warming up", total=ladder.num_runs)
             try:
                 ladder.run(lambda load: time.monotonic() + load_s(load, sizing, present, speeds) <= self._end_s)
@@ -124,7 +123,6 @@ class BenchRun:
                 self.warnings.append("The run was interrupted: loads and timelines are missing.")
         self.missing += [f"load {what}: the time budget was spent" for what in ladder.left_out]
         add_comparisons(ladder.rows)
-        target = self._manifest.target
         meta = self._meta | {
             "command": command,
             "repeats": sizing.repeats,
@@ -141,13 +139,13 @@ class BenchRun:
             "missing": self.missing,
             "warnings": self.warnings + spread_warning(ladder.rows),
             "timelines": timelines,
-            "roofline": roofline(target.spec, target.num_weight_bytes),
+            "roofline": roofline(self._manifest.target),
         }
         write_files(options.output, {"meta": meta, "rows": ladder.rows}, events)
-        for sentence in in_words(ladder.rows):
-            console.print(f"- {sentence.replace('`', '')}", highlight=False, soft_wrap=True)
-        told = f"wrote {options.output}/bench.json, report.html and timeline.json"
-        console.print(told, highlight=False, soft_wrap=True)
+        sentences = [*in_words(ladder.rows), *meta["warnings"]]
+        lines = [*table(ladder.rows), "", *(f"- {sentence.replace('`', '')}" for sentence in sentences)]
+        for line in [*lines, f"wrote {options.output}/bench.json, report.html and timeline.json"]:
+            console.print(line, highlight=False, soft_wrap=True, markup=False)
         return is_whole
 
     def _load_prompts(self) -> PromptSet:
@@ -170,8 +168,9 @@ class BenchRun:
                 return
             print(f"{error}: measuring a quick one first", file=sys.stderr)
             run_profile(self._engine_dir, is_quick=True)
-            told = "The engines had no valid profile: a quick one was measured just before the benchmark."
-            self.warnings.append(told)
+            self.warnings.append(
+                "The engines had no valid profile: a quick one was measured just before the benchmark."
+            )
 
     def _make_workload(self) -> Workload:
         manifest, options, prompts = self._manifest, self._options, self._prompts.prompts
@@ -195,18 +194,18 @@ class BenchRun:
         )
 
     def _open(self, place: InProcess, bar: Any) -> list[Contestant]:
-        """Loads an engine for each contestant, and lists ablations that cannot run here as missing."""
+        """Loads an engine for each contestant. Lists those that this directory cannot run as missing."""
         task = bar.add_task("loading engines", total=len(self._contestants))
         opened = []
         for contestant in self._contestants:
+            config = self._config(contestant.policy, **contestant.options)
             try:
-                config = self._config(contestant.policy, **contestant.options)
                 place.open(contestant.name, config)
                 if contestant.policy == ORACLE:
                     make_oracle(place.engine(contestant.name), place.knowledge(config).costs)
                 opened.append(contestant)
             except ConfigError as error:
-                if not contestant.options:
+                if contestant.policy == REFERENCE:
                     raise
                 self.missing.append(f"{contestant.name}: {error}")
             bar.advance(task)
@@ -214,16 +213,13 @@ class BenchRun:
         return opened
 
     def _fit(self, present: list[Contestant], speeds: Any, left_s: float) -> Sizing:
-        """How much is measured in the seconds that are left; takes ablations out of `present` where all is too much.
-        Says so on stderr."""
-        if self._options.budget_s is None:
-            chosen = self._sizing
-        else:
+        """Returns a sizing for the time that is left, printing its estimate on stderr. Removes ablations from `present`
+        if they do not fit."""
+        chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
+        if estimate_s(chosen, present, speeds, len(MODES)) > left_s:
+            self.missing += [f"{each.name}: the time budget was spent" for each in present if each.options]
+            present[:] = [each for each in present if not each.options]
             chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
-            if estimate_s(chosen, present, speeds, len(MODES)) > left_s:
-                self.missing += [f"{each.name}: the time budget was spent" for each in present if each.options]
-                present[:] = [each for each in present if not each.options]
-                chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
         seconds = estimate_s(chosen, present, speeds, len(MODES))
         print(f"time: about {in_minutes(seconds)}, answers of {chosen.max_tokens} tokens", file=sys.stderr)
         if seconds > left_s:

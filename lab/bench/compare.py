@@ -1,8 +1,9 @@
-"""Rows beside each other: speed-ups, the best static length, and the ladder in plain words.
+"""Compares rows of bench.json: speed-ups, the best static length, and the ladder in plain words.
 
-A closed loop is judged by its tokens per second. In a bursty load the arrivals set the throughput, so it is judged by
-the median time of a whole answer. Ratios are taken within a repeat, in which everyone had a turn, and their median is
-shown: a machine that is slower for a minute is slower for both.
+A closed loop is judged by tokens per second. Arrivals set the throughput of a bursty load, so it is judged by the
+median time of an answer. Ratios are taken within a repeat, in which contestants rotate, and their median is shown: a
+machine that is slower for a minute is slower for both. `none` runs on two engines. The ratio of these equal engines is
+the spread that any other ratio must exceed.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from faser_backend.lab.contestants import BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+from faser_backend.lab.contestants import AGAIN, BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+from faser_backend.lab.tables import Column, markdown_table
 
-CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # in the median of several repeats, in a single one
-BUSY_SPREAD = 0.15  # between the slowest and the fastest repeat, of the median throughput
+CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # least difference that counts, with several repeats and with one
+
+METRICS = {"speedup": ("tokens_per_s", 1), "e2e_gain": ("e2e_ms_p50", -1)}  # a gain's figure, and its power
 
 Row = dict[str, Any]
 
@@ -26,84 +29,116 @@ def groups(rows: list[Row]) -> dict[tuple[str, float], list[Row]]:
     return found
 
 
-def speedups(row: Row, reference: Row) -> list[float]:
-    """Returns throughput relative to the reference, for each repeat."""
-    pairs = zip(row["tokens_per_s_repeats"], reference["tokens_per_s_repeats"], strict=True)
-    return [mine / others for mine, others in pairs]
+def metric_of(row: Row) -> str:
+    """Returns the metric by which the row's load is judged."""
+    return "e2e_gain" if row["load"] == BURSTY.name else "speedup"
 
 
-def latency_gains(row: Row, reference: Row) -> list[float]:
-    """The reference's median time of an answer over the row's, in each repeat."""
-    pairs = zip(row["e2e_ms_p50_repeats"], reference["e2e_ms_p50_repeats"], strict=True)
-    return [others / mine for mine, others in pairs]
-
-
-def gains(row: Row, reference: Row) -> list[float]:
-    """Returns the gain of `row` over `reference` in the metric of its load, for each repeat."""
-    return (latency_gains if row["load"] == BURSTY.name else speedups)(row, reference)
+def gains(row: Row, reference: Row, metric: str = "") -> list[float]:
+    """Returns the gain of `row` over `reference` for each repeat, in a metric or in that of its load."""
+    key, power = METRICS[metric or metric_of(row)]
+    pairs = zip(row[f"{key}_repeats"], reference[f"{key}_repeats"], strict=True)
+    return [(mine / others) ** power for mine, others in pairs]
 
 
 def gain(row: Row, reference: Row) -> float:
     return median(gains(row, reference))
 
 
+def aa_difference(row: Row) -> float:
+    """Returns the largest difference of equal engines from 1 in any repeat; 0.0 if it was not measured."""
+    spread = row.get("aa_spread")
+    return max(1 - spread["least"], spread["most"] - 1) if spread else 0.0
+
+
+def is_beyond_spread(row: Row, ratio: float) -> bool:
+    """Returns whether a ratio of the row's differs from 1 by more than equal engines did, and by a least amount."""
+    least = CLEAR_GAIN if len(row["tokens_per_s_repeats"]) > 1 else CLEAR_GAIN_OF_ONE
+    return abs(ratio - 1) > max(least, aa_difference(row))
+
+
 def is_clear(row: Row, reference: Row) -> bool:
-    """Returns whether all repeats agree which of the two is better, by a clear margin."""
-    ratios = gains(row, reference)
-    least = CLEAR_GAIN if len(ratios) > 1 else CLEAR_GAIN_OF_ONE
-    return (min(ratios) > 1.0 or max(ratios) < 1.0) and abs(median(ratios) - 1.0) > least
+    """Returns whether the gain over the reference is distinguishable from the spread of equal engines."""
+    return is_beyond_spread(row, gain(row, reference))
 
 
 def best_static(group: list[Row]) -> Row | None:
-    """The fixed length that did best under this load: what a perfect choice made in advance gives."""
+    """Returns the best fixed length under this load, which is known only afterwards."""
     static = [row for row in group if row["spec"].startswith("fixed:") and not row["options"]]
     return max(static, key=lambda row: gain(row, static[0]), default=None)
 
 
 def add_comparisons(rows: list[Row]) -> None:
-    """Writes speed-ups into the rows, and marks the best static length of each load."""
+    """Writes ratios and the spread of equal engines into the rows, and takes out those of the second reference."""
     for group in groups(rows).values():
         by_name, static = {row["policy"]: row for row in group}, best_static(group)
         references = {"none": by_name.get(REFERENCE), "fixed4": by_name.get(FIXED_REFERENCE), "best_static": static}
+        equal = gains(by_name[AGAIN.name], by_name[REFERENCE]) if AGAIN.name in by_name else None
         for row in group:
             row["is_best_static"] = row is static
+            row["aa_spread"] = equal and {"least": min(equal), "median": median(equal), "most": max(equal)}
             for name, reference in references.items():
-                for key, ratios in (("speedup", speedups), ("e2e_gain", latency_gains)):
-                    found = None if reference is None else ratios(row, reference)
-                    row[f"{key}_{name}"] = None if found is None else median(found)
-                    row[f"{key}_{name}_range"] = None if found is None else [min(found), max(found)]
+                for key in METRICS:
+                    found = None if reference is None else gains(row, reference, key)
+                    row[f"{key}_{name}"] = found and median(found)
+                    row[f"{key}_{name}_range"] = found and [min(found), max(found)]
+    rows[:] = [row for row in rows if row["policy"] != AGAIN.name]
+
+
+def ratio_of(row: Row, reference: str) -> str | None:
+    """Returns the row's ratio in the metric of its load, marked if equal engines differ as much. reference: `none`,
+    `fixed4` or `best_static`."""
+    ratio = row[f"{metric_of(row)}_{reference}"]
+    if ratio is None:
+        return None
+    return f"{ratio:.2f}" + ("" if ratio == 1.0 or is_beyond_spread(row, ratio) else " (within spread)")
+
+
+def equal_engines(row: Row) -> str | None:
+    return row["aa_spread"] and "{least:.2f}-{most:.2f}".format(**row["aa_spread"])
+
+
+def table(rows: list[Row]) -> list[str]:
+    """Returns the lines of a short table of all loads, for a terminal."""
+    columns = (
+        Column("load", _load_of),
+        Column("policy", "policy"),
+        Column("tokens/s", "tokens_per_s", "{:.0f}"),
+        Column("of none", lambda row: ratio_of(row, "none")),
+        Column("equal engines", equal_engines),
+        Column("drafted", "rows_drafted"),
+        Column("accepted", "rows_accepted"),
+        Column("plan, mean us", "plan_us_mean", "{:.0f}"),
+    )
+    return markdown_table(columns, rows)
 
 
 def spread_warning(rows: list[Row]) -> list[str]:
-    """A warning where repeats of the same thing differed much, as they do on a busy machine."""
-    spreads = [
-        (row["tokens_per_s_max"] - row["tokens_per_s_min"]) / row["tokens_per_s"]
-        for row in rows
-        if row["load"] != BURSTY.name and row["repeats"] > 1
-    ]
-    if not spreads or median(spreads) < BUSY_SPREAD:
+    """Returns a warning if equal engines differ by more than the least difference that counts."""
+    found = {_load_of(row): aa_difference(row) for row in rows}
+    wide = [f"{difference:.0%} ({load})" for load, difference in found.items() if difference > CLEAR_GAIN]
+    if not wide:
         return []
-    return [
-        f"Repeats of the same run differed by {median(spreads):.0%} (median): the machine was busy, or the runs too "
-        "short. Repeat this when the machine is idle, without --quick, before believing small differences."
-    ]
+    return [f"Equal engines differ by {', '.join(wide)}: the machine is busy, differences below that say nothing."]
 
 
 def in_words(rows: list[Row]) -> list[str]:
-    """The ladder in sentences, made of its numbers alone."""
-    sentences = []
-    for (load, temperature), group in groups(rows).items():
-        sampling = "greedy" if temperature == 0 else f"temperature {temperature:g}"
-        sentences.append(f"{load.capitalize()} load, {sampling}: {' '.join([_leader(group), *_others(group)])}")
+    """Returns the ladder in sentences, made of its numbers alone."""
+    sentences = [f"Under {_load_of(g[0])}: {' '.join([_leader(g), *_others(g)])}" for g in groups(rows).values()]
     different = sum(row["num_different"] for row in rows)
     compared = sum(row["num_jobs"] for row in rows if row["policy"] != REFERENCE)
     sentences.append(
-        f"All {compared} answers compared are the same, token by token, whatever decoded them."
+        f"All {compared} answers compared equal those of `{REFERENCE}`, token by token."
         if different == 0
-        else f"{different} of {compared} answers differ from those of `{REFERENCE}`: scripts/check_equality.py tells "
-        "nearly equal scores, which another shape of a call may swap, from errors."
+        else f"{different} of {compared} answers differ from those of `{REFERENCE}`. scripts/check_equality.py "
+        "distinguishes errors from nearly equal scores, which another shape of a call may swap."
     )
     return sentences
+
+
+def _load_of(row: Row) -> str:
+    sampling = "greedy" if row["temperature"] == 0 else f"T = {row['temperature']:g}"
+    return f"{row['load']} load, {sampling}"
 
 
 def _leader(group: list[Row]) -> str:
@@ -112,13 +147,13 @@ def _leader(group: list[Row]) -> str:
     best = max(ladder, key=lambda row: gain(row, reference))
     if best is reference:
         return f"no policy beats `{REFERENCE}`: speculation does not pay here."
-    close = [f"`{row['policy']}`" for row in ladder if row not in (best, reference) and not is_clear(best, row)]
-    within = f" (within the spread of it: {', '.join(close)})" if close else ""
+    close = [f"`{row['policy']}`" for row in ladder if row is not best and not is_clear(best, row)]
+    within = f" (not distinguishable from it: {', '.join(close)})" if close else ""
     return f"`{best['policy']}` leads with {gain(best, reference):.2f}x of `{REFERENCE}`{within}."
 
 
 def _others(group: list[Row]) -> list[str]:
-    """`faser` against the reference, the usual length and the best one; then every ablation against its policy."""
+    """Compares `faser` with plain decoding and static lengths, then each ablation with its policy."""
     by_name, static = {row["policy"]: row for row in group}, best_static(group)
     whole, told = by_name.get(WHOLE), []
     if whole is not None:
@@ -128,11 +163,14 @@ def _others(group: list[Row]) -> list[str]:
         for name, reference in references.items():
             ratios = gains(whole, reference)
             spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-            told.append(f"{median(ratios):.2f}x{spread} of {name}")
+            note = "" if is_clear(whole, reference) else " (not distinguishable)"
+            told.append(f"{median(ratios):.2f}x{spread} of {name}{note}")
         told = [f"`{WHOLE}` is at {', '.join(told)}."]
     for row in group:
         if row["options"] and (plain := by_name.get(row["spec"])) is not None:
             ratio = gain(row, plain)
             verdict = "makes no clear difference" if not is_clear(row, plain) else "pays" if ratio > 1 else "costs"
             told.append(f"`{row['policy']}` {verdict} ({ratio:.2f}x of `{row['spec']}`).")
+    if group[0].get("aa_spread"):
+        told.append(f"Equal engines: {equal_engines(group[0])}.")
     return told

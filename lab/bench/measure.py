@@ -6,7 +6,7 @@ Knows nothing of what a contestant is: an engine of ours in this process, a serv
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -96,40 +96,36 @@ def reference_speeds(place: InProcess, workload: Workload) -> dict[str, Speed]:
     return found
 
 
+@dataclass(slots=True)
 class Ladder:
-    """Contestants on loaded engines, and what was measured of them: rows of bench.json, arrivals of each
-    temperature's bursty load, and loads for which there was no time.
+    """Measurements of loaded engines: rows of bench.json, arrivals of bursty loads, and loads that had no time.
 
-    report: called with what is running and how many runs more are done, in whole or in part; `num_runs` in all.
+    report: takes what is running and how many more of `num_runs` runs are done, fractions included.
     """
 
-    def __init__(
-        self,
-        place: InProcess,
-        contestants: list[Contestant],
-        workload: Workload,
-        sizing: Sizing,
-        report: Callable[[str, float], None],
-        *,
-        num_layers: int,
-    ) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.bursty: list[dict[str, Any]] = []
-        self.left_out: list[str] = []
-        self._place, self._contestants, self._workload, self._sizing = place, contestants, workload, sizing
-        self._num_layers, self._report = num_layers, report
-        self._logs = {contestant.name: StepLog(place.engine(contestant.name)) for contestant in contestants}
+    place: InProcess
+    contestants: list[Contestant]
+    workload: Workload
+    sizing: Sizing
+    report: Callable[[str, float], None]
+    num_layers: int
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    bursty: list[dict[str, Any]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    _logs: dict[str, StepLog] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._logs = {each.name: StepLog(self.place.engine(each.name)) for each in self.contestants}
 
     @property
     def num_runs(self) -> int:
-        sizing = self._sizing
-        per_load = [len(taking_part(self._contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
+        sizing = self.sizing
+        per_load = [len(taking_part(self.contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
         return sum(per_load) * len(sizing.temperatures)
 
     def run(self, has_time: Callable[[Load], bool] = lambda load: True) -> None:
-        """All loads at all temperatures, load by load; behind the first, those for which there is no time are left
-        out."""
-        for temperature in self._sizing.temperatures:
+        """Measures each load at each temperature. After the first, leaves out loads for which there is no time."""
+        for temperature in self.sizing.temperatures:
             for load in LOADS:
                 if self.rows and not has_time(load):
                     self.left_out.append(f"{load.name}, T={temperature:g}")
@@ -138,52 +134,51 @@ class Ladder:
                 self._measure(load, temperature, jobs, feed)
 
     def _measure(self, load: Load, temperature: float, jobs: list[Job], feed: Feed) -> None:
-        by_name = {each.name: each for each in taking_part(self._contestants, load, self._sizing)}
+        by_name = {each.name: each for each in taking_part(self.contestants, load, self.sizing)}
 
         def serve(order: Sequence[str]) -> Iterable[tuple[str, Served]]:
             told = 0.0
 
             def on_turn(share: float) -> None:
                 nonlocal told
-                self._report(f"{load.name}, T={temperature:g}", (share - told) * len(order))
+                self.report(f"{load.name}, T={temperature:g}", (share - told) * len(order))
                 told = share
 
-            return self._place.serve_in_turns(order, jobs, feed, on_turn).items()
+            return self.place.serve_in_turns(order, jobs, feed, on_turn).items()
 
         serve(list(by_name))  # allocations, first calls of shapes and what adaptive policies learn are not measured
-        where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients}
+
+        def more(name: str) -> dict[str, float]:
+            return figures(self._logs[name], self.num_layers)
+
+        where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients, "num_jobs": len(jobs)}
+        repeats = self.sizing.repeats_of(load)
         for row in measure(
-            serve,
-            list(by_name),
-            jobs,
-            self._sizing.repeats_of(load),
-            more=lambda name: figures(self._logs[name], self._num_layers),
-            before=lambda name: self._logs[name].start(),
+            serve, list(by_name), jobs, repeats, more=more, before=lambda name: self._logs[name].start()
         ):
-            name = row["policy"]
-            own = {"num_jobs": len(jobs), "spec": by_name[name].policy, "options": by_name[name].options}
-            self.rows.append(row | where | own)
+            each = by_name[row["policy"]]
+            self.rows.append(row | where | {"spec": each.policy, "options": each.options})
 
     def _closed(self, load: Load, temperature: float) -> tuple[list[Job], Feed]:
         """As many whole waves of jobs as keep the reference busy for sizing.cell_s; min_waves at least, and enough to
         ask something of every category."""
-        sizing, count, prompts, seed = self._sizing, load.num_clients, self._workload.prompts, self._workload.seed
+        sizing, count, prompts, seed = self.sizing, load.num_clients, self.workload.prompts, self.workload.seed
         trial = jobs_of(prompts, count, sizing.max_tokens, temperature, seed)
-        self._place.run(REFERENCE, trial[: max(1, count // 4)], count)
-        _, seconds = self._place.run(REFERENCE, trial, count)
+        self.place.run(REFERENCE, trial[: max(1, count // 4)], count)
+        _, seconds = self.place.run(REFERENCE, trial, count)
         num_categories = len({prompt.category for prompt in prompts})
         num_waves = max(sizing.min_waves, round(sizing.cell_s / seconds), -(-num_categories // count))
         return jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, seed), ClosedLoop(count)
 
     def _bursty(self, temperature: float) -> tuple[list[Job], Feed]:
         """Returns requests in bursts, at a share of the rate at which the reference answers such requests."""
-        workload, seed = self._workload, self._workload.seed
+        workload, seed = self.workload, self.workload.seed
         rng = np.random.default_rng(seed)
         lengths = fitted_to(workload.lengths or make_lengths(4096, rng), workload.max_context)
         trial = self._jobs_of(picked(lengths, 2 * MAX_NUM_SEQS, rng), temperature)
-        _, seconds = self._place.run(REFERENCE, trial, MAX_NUM_SEQS)
+        _, seconds = self.place.run(REFERENCE, trial, MAX_NUM_SEQS)
         rate = BURSTY_SHARE * len(trial) / seconds
-        count = max(2, round(rate * self._sizing.bursty_s))
+        count = max(2, round(rate * self.sizing.bursty_s))
         trace = with_rate_curve(picked(lengths, count, rng), rate, PEAK_TO_TROUGH, seed)
         self.bursty.append({
             "temperature": temperature,
@@ -198,7 +193,7 @@ class Ladder:
         return self._jobs_of(trace, temperature), OpenLoop(trace.arrivals_s.tolist())
 
     def _jobs_of(self, trace: Trace, temperature: float) -> list[Job]:
-        return trace_jobs(trace, self._workload.maker, temperature, self._workload.seed)
+        return trace_jobs(trace, self.workload.maker, temperature, self.workload.seed)
 
 
 def trace_jobs(trace: Trace, maker: PromptMaker, temperature: float, seed: int) -> list[Job]:

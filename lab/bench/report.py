@@ -25,12 +25,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter
 from threadpoolctl import threadpool_limits
 
-from faser_backend.core.model import ModelSpec
 from faser_backend.lab.answers import category_rows
-from faser_backend.lab.bench.compare import gain, gains, groups, in_words
-from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
+from faser_backend.lab.bench.compare import equal_engines, gain, gains, groups, in_words, metric_of, ratio_of
+from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE, WHOLE
 from faser_backend.lab.shapes import row_flops
 from faser_backend.lab.tables import Column
+from faser_backend.manifest import ModelEngine
 
 Row = dict[str, Any]
 READ_BYTES = 1 << 28  # per thread, more than caches hold
@@ -64,80 +64,71 @@ def _percent(key: str) -> Callable[[Row], float]:
 
 
 def _range(row: Row) -> str | None:
-    return row["speedup_none_range"] and "{:.2f}-{:.2f}".format(*row["speedup_none_range"])
+    return "{:.2f}-{:.2f}".format(*row[f"{metric_of(row)}_none_range"])
+
+
+def _ratio(reference: str) -> Callable[[Row], str | None]:
+    return lambda row: ratio_of(row, reference)
 
 
 def _ahead_lost(row: Row) -> float | None:
     return 100 * row["chains_ahead_discarded"] / row["chains_ahead"] if row["chains_ahead"] else None
 
 
+def _columns(*columns: tuple[Any, ...]) -> tuple[Column, ...]:
+    return tuple(Column(*column) for column in columns)
+
+
+RATIO = "of throughput; of bursts, of median answer times (median of repeats)"
 # Heading, key, form, unit and meaning of each.
-SPEED = tuple(
-    Column(*column)
-    for column in (
-        ("throughput", "tokens_per_s", "{:.0f}", "tokens/s", "Output tokens per second of the whole run."),
-        ("of none", "speedup_none", "{:.2f}", "x", "Throughput over that of plain decoding, median of repeats."),
-        ("of none", _range, "{}", "lowest-highest", "The same, in the worst and the best repeat."),
-        ("of fixed:4", "speedup_fixed4", "{:.2f}", "x", "Throughput over that of four draft tokens, always."),
-        (
-            "of best static",
-            "speedup_best_static",
-            "{:.2f}",
-            "x",
-            "Over that of the best fixed length, known afterwards.",
-        ),
-        ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token, from when the request was due."),
-        ("p99", "ttft_ms_p99", "{:.1f}", "ms", "The same, 99th percentile."),
-        ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
-        ("ITL p50", "itl_ms_p50", "{:.2f}", "ms", "Gap between two responses, which may carry several tokens."),
-        ("p99", "itl_ms_p99", "{:.2f}", "ms", "The same, 99th percentile."),
-        ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
-        ("p99", "e2e_ms_p99", "{:.0f}", "ms", "The same, 99th percentile."),
-        ("differ", "num_different", "{}", "answers", "Answers unlike plain decoding's."),
-    )
+SPEED = _columns(
+    ("throughput", "tokens_per_s", "{:.0f}", "tokens/s", "Output tokens per second of the whole run."),
+    ("of none", _ratio("none"), "{}", "x", f"Gain over plain decoding, {RATIO}."),
+    ("of none", _range, "{}", "lowest-highest", "The same, in the worst and the best repeat."),
+    ("equal engines", equal_engines, "{}", "lowest-highest", "A second engine of none over the first, by repeat."),
+    ("of fixed:4", _ratio("fixed4"), "{}", "x", f"Gain over four draft tokens, always, {RATIO}."),
+    ("of best static", _ratio("best_static"), "{}", "x", "Gain over the best fixed length, known afterwards."),
+    ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token, from when the request was due."),
+    ("p99", "ttft_ms_p99", "{:.1f}", "ms", "The same, 99th percentile."),
+    ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
+    ("ITL p50", "itl_ms_p50", "{:.2f}", "ms", "Gap between two responses, which may carry several tokens."),
+    ("p99", "itl_ms_p99", "{:.2f}", "ms", "The same, 99th percentile."),
+    ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
+    ("p99", "e2e_ms_p99", "{:.0f}", "ms", "The same, 99th percentile."),
+    ("differ", "num_different", "{}", "answers", "Answers unlike plain decoding's."),
 )
-WORK = tuple(
-    Column(*column)
-    for column in (
-        ("batch", "mean_batch_size", "{:.1f}", "requests", "Requests verified in a step, mean."),
-        ("length", "mean_length", "{:.2f}", "tokens", "Draft tokens per request and verification, mean."),
-        ("accepted", "mean_accepted", "{:.2f}", "tokens", "Draft tokens accepted per verification, no bonus token."),
-        ("drafted", "rows_drafted", "{:.0f}", "tokens", "Draft tokens that reached a verification."),
-        ("verified", "rows_verified", "{:.0f}", "rows", "Rows that entered the target's verifications."),
-        ("trimmed", "rows_trimmed", "{:.0f}", "rows", "Rows that confidence left out before verification."),
-        ("pruned", "rows_pruned", "{:.0f}", "rows", "Rows that left at an exit layer."),
-        ("work accepted", _share("accepted"), "{:.1f}", "%", "Row-layers whose row gave a token."),
-        ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows run whole, behind a rejection."),
-        ("pruned", _share("pruned"), "{:.1f}", "%", "Row-layers that pruned rows ran before they left."),
-        ("saved by trim", "row_layers_saved_by_trim", "{:.0f}", "row-layers", "Layers that trimmed rows did not run."),
-        ("by exit", "row_layers_saved_by_exit", "{:.0f}", "row-layers", "Layers that pruned rows did not run."),
-        ("retention", _percent("retention"), "{:.1f}", "%", "Accepted, of what would have been without trim and exit."),
-        ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Of drafting and verifying time, both at once."),
-        ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead that fell with the chain before them."),
-        ("plan p50", "plan_us_p50", "{:.0f}", "us", "Scheduler and policy per step, what it learns included."),
-        ("p99", "plan_us_p99", "{:.0f}", "us", "The same, 99th percentile."),
-        ("plan", _percent("plan_share"), "{:.1f}", "%", "The same, of all time spent in steps."),
-        ("overhead", _percent("step_overhead_share"), "{:.1f}", "%", "Time in steps without a model call running."),
-    )
+WORK = _columns(
+    ("batch", "mean_batch_size", "{:.1f}", "requests", "Requests verified in a step, mean."),
+    ("length", "mean_length", "{:.2f}", "tokens", "Draft tokens per request and verification, mean."),
+    ("accepted", "mean_accepted", "{:.2f}", "tokens", "Draft tokens accepted per verification, no bonus token."),
+    ("drafted", "rows_drafted", "{:.0f}", "tokens", "Draft tokens that reached a verification."),
+    ("of these accepted", "rows_accepted", "{:.0f}", "tokens", "Draft tokens that were accepted."),
+    ("verified", "rows_verified", "{:.0f}", "rows", "Rows that entered the target's verifications."),
+    ("trimmed", "rows_trimmed", "{:.0f}", "rows", "Rows that confidence left out before verification."),
+    ("pruned", "rows_pruned", "{:.0f}", "rows", "Rows that left at an exit layer."),
+    ("work accepted", _share("accepted"), "{:.1f}", "%", "Row-layers whose row gave a token."),
+    ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows run whole, behind a rejection."),
+    ("pruned", _share("pruned"), "{:.1f}", "%", "Row-layers that pruned rows ran before they left."),
+    ("saved by trim", "row_layers_saved_by_trim", "{:.0f}", "row-layers", "Layers that trimmed rows did not run."),
+    ("by exit", "row_layers_saved_by_exit", "{:.0f}", "row-layers", "Layers that pruned rows did not run."),
+    ("retention", _percent("retention"), "{:.1f}", "%", "Accepted, of what would have been without trim and exit."),
+    ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Of drafting and verifying time, both at once."),
+    ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead that fell with the chain before them."),
+    ("plan mean", "plan_us_mean", "{:.0f}", "us", "Scheduler and policy per step, learning included."),
+    ("p50", "plan_us_p50", "{:.0f}", "us", "The same, median."),
+    ("p99", "plan_us_p99", "{:.0f}", "us", "The same, 99th percentile."),
+    ("plan", _percent("plan_share"), "{:.1f}", "%", "The same, of all time spent in steps."),
+    ("overhead", _percent("step_overhead_share"), "{:.1f}", "%", "Time in steps without a model call running."),
 )
-CATEGORIES = tuple(
-    Column(*column)
-    for column in (
-        ("answers", "num_answers", "{}", "", "Answers to prompts of the category, in a repeat."),
-        ("output", "num_tokens", "{}", "tokens", "Tokens of these answers."),
-        (
-            "of a request",
-            "request_tokens_per_s",
-            "{:.0f}",
-            "tokens/s",
-            "Their tokens over their requests' time in flight.",
-        ),
-        ("of none", "speedup", "{:.2f}", "x", "The same over that of plain decoding, median of repeats."),
-        ("emitted", "mean_emitted", "{:.2f}", "tokens", "Tokens per verification, bonus token included."),
-        ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token."),
-        ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
-        ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
-    )
+CATEGORIES = _columns(
+    ("answers", "num_answers", "{}", "", "Answers to prompts of the category, in a repeat."),
+    ("output", "num_tokens", "{}", "tokens", "Tokens of these answers."),
+    ("of a request", "request_tokens_per_s", "{:.0f}", "tokens/s", "Their tokens over the time of their requests."),
+    ("of none", "speedup", "{:.2f}", "x", "The same over that of plain decoding, median of repeats."),
+    ("emitted", "mean_emitted", "{:.2f}", "tokens", "Tokens per verification, bonus token included."),
+    ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token."),
+    ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
+    ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
 )
 
 
@@ -212,9 +203,7 @@ def draw_gains(rows: list[Row]) -> Figure:
         axes.grid(axis="y", visible=False)
     grid[0, 0].set_yticks(range(len(names)), names)
     grid[0, 0].set_ylim(len(names) - 0.5, -0.5)
-    marks = ", ".join(
-        f"{mark}: {_temperature(t)}" for mark, t in zip(("circles", "squares"), temperatures, strict=False)
-    )
+    marks = ", ".join(map(": ".join, zip(("circles", "squares"), map(_temperature, temperatures), strict=False)))
     figure.supxlabel(f"times as fast as {REFERENCE} ({marks})", fontsize=9.5)
     return figure
 
@@ -231,15 +220,8 @@ def draw_throughput_latency(rows: list[Row]) -> Figure:
             line.sort(key=lambda row: row["num_clients"])
             x, y = ([row[key] for row in line] for key in ("tokens_per_s", "tpot_ms_p50"))
             colour = COLOURS.get(name, OTHER_COLOUR)
-            axes.plot(
-                x,
-                y,
-                "o-",
-                markersize=4.5,
-                linewidth=2.4 if name in ("none", "faser") else 1.4,
-                color=colour,
-                label=name,
-            )
+            width = 2.4 if name in (REFERENCE, WHOLE) else 1.4
+            axes.plot(x, y, "o-", markersize=4.5, linewidth=width, color=colour, label=name)
         axes.set(yscale="log", title=_temperature(temperature), xlabel="output tokens per second")
         axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axes.yaxis.set_major_formatter("{x:g}")
@@ -251,17 +233,16 @@ def draw_throughput_latency(rows: list[Row]) -> Figure:
     return figure
 
 
-def roofline(spec: ModelSpec, weight_bytes: int) -> dict[str, float]:
-    """Floors of one target call of 1 row and of R rows, without attention and KV traffic: its bytes and operations over
-    what the machine reads and multiplies at most."""
-    num_threads = len(os.sched_getaffinity(0))
+def roofline(target: ModelEngine) -> dict[str, float]:
+    """Returns the least times of a target call, attention left out: bytes and operations over the machine's limits."""
+    weight_bytes, flops, num_threads = target.num_weight_bytes, row_flops(target.spec), len(os.sched_getaffinity(0))
     with closing(MachineLimits(num_threads, weight_bytes // num_threads)) as limits:  # the weights' own caches serve
         bandwidth = median(limits.bandwidth() for _ in range(ROOFLINE_REPEATS))
         peak = median(limits.peak() for _ in range(ROOFLINE_REPEATS))
-    memory_s, row_s = weight_bytes / bandwidth, row_flops(spec) / peak
+    memory_s, row_s = weight_bytes / bandwidth, flops / peak
     return {
         "weight_bytes": weight_bytes,
-        "flops_per_row": row_flops(spec),
+        "flops_per_row": flops,
         "read_gb_per_s": bandwidth / 1e9,
         "matmul_gflops": peak / 1e9,
         "floor_us_1_row": 1e6 * max(memory_s, row_s),

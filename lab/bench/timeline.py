@@ -24,13 +24,13 @@ def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[
     """Returns the events of the last max_steps steps of a log, in microseconds since the first of them."""
     notes = log.notes[-max_steps:]
     start, ends = notes[0].start_ns, [note.end_ns for note in notes]
-    named = [("process_name", 0, name), *(("thread_name", tid, lane) for lane, tid in LANES.items())]
-    events: list[dict[str, Any]] = [
-        {"ph": "M", "name": kind, "pid": process, "tid": tid, "args": {"name": text}} for kind, tid, text in named
+    about = [
+        ("process_name", 0, {"name": name}),
+        *(("thread_name", tid, {"name": lane}) for lane, tid in LANES.items()),
     ]
-    events += [
-        {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": tid, "args": {"sort_index": tid}}
-        for tid in LANES.values()
+    about += [("thread_sort_index", tid, {"sort_index": tid}) for tid in LANES.values()]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": n, "pid": process, "tid": tid, "args": a} for n, tid, a in about
     ]
     for note in notes:
         events.append(_event(f"step ({note.mode.value})", (process, "step"), (note.start_ns, note.end_ns), start))
@@ -49,16 +49,8 @@ def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[
 def _event(name: str, place: tuple[int, str], span_ns: tuple[int, int], origin_ns: int) -> dict[str, Any]:
     """A slice on lane place[1] of process place[0]."""
     process, lane = place
-    start_ns, end_ns = span_ns
-    return {
-        "ph": "X",
-        "name": name,
-        "cat": lane,
-        "pid": process,
-        "tid": LANES[lane],
-        "ts": (start_ns - origin_ns) / 1e3,
-        "dur": (end_ns - start_ns) / 1e3,
-    }
+    start, end = ((moment_ns - origin_ns) / 1e3 for moment_ns in span_ns)
+    return {"ph": "X", "name": name, "cat": lane, "pid": process, "tid": LANES[lane], "ts": start, "dur": end - start}
 
 
 def _args(note: StepNote) -> dict[str, Any]:

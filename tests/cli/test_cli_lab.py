@@ -164,7 +164,7 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
     assert {row["load"] for row in bench["rows"]} == {"low", "middle"} and not bench["meta"]["is_whole"]
     assert "The run was interrupted" in (output / "report.html").read_text()
     told = capsys.readouterr().err
-    assert re.search(r"2 contestants; memory: about 0\.\d GiB, [\d.]+ GiB are available\n", told)
+    assert re.search(r"3 engines; memory: about 0\.\d GiB, [\d.]+ GiB are available\n", told)
     assert re.search(r"time: about \d+ s, answers of 6 tokens\n", told)
     assert re.search(r"^ +\d+ s +\d+%  low, T=0$", told, re.MULTILINE), "a line per part where nobody sees a bar"
 
