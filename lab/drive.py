@@ -29,7 +29,7 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.text.tokenizer import load_tokenizer
 
-TURN_S = 0.1  # some steps of the longest kind; what a turn finds cold is cold for everybody
+TURN_S = 0.1  # some steps of the longest kind; what a turn finds cold is cold for all
 
 T = TypeVar("T")
 

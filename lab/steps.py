@@ -44,7 +44,7 @@ class StepNote(NamedTuple):
 
 
 class StepLog:
-    """Notes of one engine's steps, and the laps of both lanes, in virtual time without them. `start` begins anew."""
+    """Notes of one engine's steps, and the laps of both lanes, in virtual time without them. `start` clears them."""
 
     def __init__(self, engine: Engine, *, with_laps: bool = True) -> None:
         self._step_runner = engine.step_runner

@@ -28,9 +28,9 @@ PRIVATE_WORDS = {
     r"of its own accord|kin": "by itself, similar",
     r"likewise|hence|thereof|save that|as far as": "also, so, its, except that, if",
     r"at hand|lent|stands? in|stood in": "available, shared, is in or replaces",
+    r"anew|afresh|dear|everybody|news": "again, expensive, all, new outputs",
     r"in (?:its|their) turn|somebody|(?<![-/.])places": "then, a request or user, positions or paths",
-    r"what it keeps|what is kept": "acceptance length",
-    r"price of time": "throughput at the optimum",
+    r"what it keeps|what is kept|price of time": "acceptance length, throughput at the optimum",
     r"come to|comes to|came to": "amount to, are",
     r"cells?|num_coming": "KV position, num_prefilling",
 }

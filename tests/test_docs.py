@@ -160,7 +160,7 @@ def test_the_check_sees_a_wrong_command(line: str):
 
 
 def test_the_reference_of_the_command_is_what_it_takes():
-    assert PAGE.read_text() == cli_page(), "python -m tests.support.cli_page writes it anew"
+    assert PAGE.read_text() == cli_page(), "python -m tests.support.cli_page writes it again"
 
 
 # -- links --------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class Batch:
                 self._stopping.add(output.request_id)
                 engine.stop(output.request_id)
 
-    def news(self) -> Iterator[RequestOutput]:
+    def new_outputs(self) -> Iterator[RequestOutput]:
         """Yields the prompts whose answers have grown or ended since the last call."""
         for asked in self._asked:
             if any(answer.has_news for answer in asked.answers):

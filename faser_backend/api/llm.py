@@ -94,7 +94,7 @@ class LLM:
         Closing the iterator ends the requests.
         """
         batch = self._batch(prompts, sampling_params)
-        return (output for _ in self._run(batch) for output in batch.news())
+        return (output for _ in self._run(batch) for output in batch.new_outputs())
 
     async def generate_async(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
         """Works as generate. Cancelling the task ends its requests."""
@@ -111,7 +111,7 @@ class LLM:
         batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
         async with aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
-                for output in batch.news():
+                for output in batch.new_outputs():
                     yield output
 
     @property
@@ -153,9 +153,9 @@ class LLM:
     async def _run_async(self, batch: Batch) -> AsyncGenerator[None, None]:
         events, outputs = asyncio.get_running_loop(), asyncio.Queue()
 
-        def deliver(news: list[EngineOutput] | None) -> None:
+        def deliver(finished: list[EngineOutput] | None) -> None:
             with suppress(RuntimeError):  # the event loop is closed
-                events.call_soon_threadsafe(outputs.put_nowait, news)
+                events.call_soon_threadsafe(outputs.put_nowait, finished)
 
         with closing(self._loop.subscribe(deliver)) as subscription:
             batch.submit(subscription)

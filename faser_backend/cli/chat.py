@@ -78,7 +78,7 @@ class _Talk:
         if self._is_typed:
             with contextlib.suppress(ImportError):  # some Pythons lack it; input() then has no history
                 import readline  # noqa: F401 - input() edits lines with it
-            self._note("/reset starts anew, /quit ends" + "; green: drafted and accepted" * self._has_colour)
+            self._note("/reset starts over, /quit ends" + "; green: drafted and accepted" * self._has_colour)
         while (line := self._read()) is not None and line != "/quit":
             if line == "/reset":
                 self._messages = [*self._start]
@@ -109,7 +109,7 @@ class _Talk:
             if error.field in type(self._params).model_fields:
                 raise  # every later message would fail too
             # The conversation exceeds the context, or the template refuses it.
-            self._note(f"{error}; /reset starts anew")
+            self._note(f"{error}; /reset starts over")
             return
         except KeyboardInterrupt:
             if not self._is_typed:

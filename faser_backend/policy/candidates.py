@@ -28,7 +28,7 @@ _LOG_STEP, _NUM_STATES = 0.15, 28  # of -log survival: down to 0.015
 _GOES_ON, _HAS_ROW = (
     np.arange(_NUM_STATES) * _LOG_STEP <= -np.log(np.maximum(floors, 1e-9))[:, None] for floors in (FLOORS, _ROW_FLOORS)
 )  # bool [F, S]
-REFITS, MOST_TABLES = 4, 8  # of a curve, after which its table is made anew; tables that are kept
+REFITS, MOST_TABLES = 4, 8  # refits of a curve after which its table is rebuilt; tables that are kept
 _SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
 _SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
 

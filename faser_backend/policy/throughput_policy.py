@@ -30,7 +30,7 @@ from faser_backend.policy.speculation import Knowledge
 
 HYSTERESIS = 1.03  # predicted gain that a change of the mode needs
 WEIGH_EVERY, RENEW_EVERY = 16, 4  # decisions between two choices of the mode, and between two trim rules
-# Share of the batch that joins or leaves before the mode is chosen anew at once. A plain step does not depend on what
+# Share of the batch that joins or leaves before the mode is chosen again at once. A plain step does not depend on what
 # was weighed: in a burst, when the batch changes at every step, weighing must not delay the requests that wait.
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 # Learning takes 0.1 ms. After so many tests and so many similar steps, one step in LEARN_EVERY is learned from.

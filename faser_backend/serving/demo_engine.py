@@ -1,7 +1,7 @@
 """The demo pair's engines: built on first use into a per-user cache, shared by every later start.
 
 The folder's name is a digest of the checkpoints, the builder's version and the runtime, so a changed checkpoint
-or an upgrade builds anew. Two processes at once: one builds, the other waits at the lock.
+or an upgrade rebuilds it. Two processes at once: one builds, the other waits at the lock.
 """
 
 from __future__ import annotations

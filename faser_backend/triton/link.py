@@ -560,7 +560,7 @@ def _dataclass_reader(kind: type) -> _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerSource:
-    """A tokenizer as it travels: the reader loads the file anew."""
+    """A tokenizer on its way through the link: the receiver loads the file."""
 
     file: Path
     prompts: PromptFormat

@@ -1,6 +1,6 @@
 """`faser reload`: replaces the engine directory of a running server.
 
-Triton loads model `tensorrt_llm` anew beside the old one. Requests go to the new engine once it is ready, and the old
+Triton loads model `tensorrt_llm` again, beside the old one. Requests go to the new engine once it is ready, and the old
 one closes after its last answer. Both are in memory until then.
 """
 

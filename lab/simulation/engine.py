@@ -166,7 +166,7 @@ class OraclePolicy:
     A SpeculationPolicy that reads the planted outcomes, which none that serves can know. Of what will be accepted it
     drafts as much as earns most tokens per time in the step, by the costs of the world, in turns on the whole device;
     its chains are no longer than those of policies that adapt. It looks no further than a step: where draft calls are
-    dear and requests come one by one, a policy whose steps are shorter may answer sooner.
+    expensive and requests come one by one, a policy whose steps are shorter may answer sooner.
     """
 
     is_drafting = True

@@ -311,7 +311,7 @@ def load_state(options: HeadOptions) -> dict[str, Any]:
         raise ConfigError(f"{path}: missing; run the stage train first")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if "shape" not in state:
-        raise ConfigError(f"{path}: of another version; remove it to begin anew")
+        raise ConfigError(f"{path}: of another version; remove it to start over")
     return state
 
 

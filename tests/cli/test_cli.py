@@ -178,7 +178,7 @@ def test_demo_engines_are_built_once_by_two_processes_at_once(tmp_path):
     assert sorted(was_built for _, was_built in answers) == ["False", "True"]
 
 
-def test_changed_demo_checkpoint_builds_anew_and_a_damaged_cache_is_mended(tmp_path):
+def test_changed_demo_checkpoint_is_rebuilt_and_a_damaged_cache_is_mended(tmp_path):
     pair, cache = write_pair(tmp_path / "pair"), tmp_path / "cache"
     first = demo_engine_dir(pair=pair, cache=cache)
     (first / "manifest.json").write_text("{}")

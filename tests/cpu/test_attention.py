@@ -282,7 +282,7 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
         monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
     compilation.warn_once.cache_clear()
     kernel = attention_kernel.__wrapped__(8)
-    [record] = [record for record in caplog.records if "anew" in record.message]
+    [record] = [record for record in caplog.records if "again" in record.message]
     assert record.levelname == "WARNING"
     assert "NUMBA_CACHE_DIR" in record.message
     call = random_call(6, head_dim=8)

@@ -117,7 +117,7 @@ def test_rows_that_left_touch_no_deeper_layer(scene: Scene) -> None:
         assert written == set(scene.positions([0, 0, 0], COUNTS if layer < EXIT_LAYER else num_kept))
 
 
-def test_positions_that_left_are_computed_anew_by_the_next_step(scene: Scene) -> None:
+def test_positions_that_left_are_computed_by_the_next_step(scene: Scene) -> None:
     num_kept = [2, 1, 1]
     rows, kept = keep_rows(scene.rows, np.array(num_kept))
     scene.runner.run_segment(1, rows, scene.runner.take_rows(scene.run_first()[0], kept))

@@ -115,7 +115,7 @@ def test_results_are_given_by_category(bench):
 
 
 def test_the_oracle_drafts_what_it_saw_accepted(bench):
-    """After its warm-up every token that it drafts is kept, and its answers are everybody's."""
+    """After its warm-up every token that it drafts is kept, and its answers equal the others'."""
     oracle = [row for row in bench["rows"] if row["policy"] == "oracle"]
     assert {row["load"] for row in oracle} == {row["load"] for row in bench["rows"]}
     assert all(row["row_layers_rejected"] == 0 for row in oracle if row["load"] != "bursty"), "no row in vain"

@@ -115,7 +115,7 @@ def test_requests_differ_as_planted_and_in_nothing_else(levels):
         assert np.mean(rates > 0.75) == pytest.approx(0.5, abs=0.1)
 
 
-def test_a_slow_host_makes_small_calls_dear_and_leaves_large_ones():
+def test_a_slow_host_makes_small_calls_slow_and_leaves_large_ones():
     costs = roofline(MACHINES["h100"], PAIRS["qwen3-32b/0.6b"])
     slow = with_host(costs, 6.6, 2.0)
     for partition in costs.partitions:

@@ -184,7 +184,7 @@ def test_drafting_returns_when_the_load_goes():
 
 
 def test_a_change_of_the_engine_is_noticed():
-    """The same requests, but rows become dear: only measured times can tell."""
+    """The same requests, but rows become expensive, which only measured times show."""
     run = Run(GpLcb(Knowledge(MEMORY_BOUND)))
     run.regret(Load(400, 8, (0.8,), MEMORY_BOUND))
     before = np.mean(run.lengths[-100:])

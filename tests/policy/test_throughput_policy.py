@@ -166,7 +166,7 @@ def test_expected_chains_are_the_mean_of_drawn_ones(offset: float):
 
 
 def test_serial_score_is_the_best_uniform_round_by_hand():
-    """Where trimming is dear, so that all chains are alike."""
+    """Trimming is expensive, so all chains are alike."""
     dear = replace(control_worlds.OVERHEAD, trim_us=1e4)
     model = replace(costs(100.0, 2000.0, 5.0), overhead=dear)
     curve = MatchCalibration(None).curve

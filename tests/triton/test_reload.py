@@ -56,7 +56,7 @@ def test_all_but_the_directory_stays_as_it_was(engines: tuple[Path, Path], monke
     }
 
 
-def test_a_directory_that_was_built_anew_in_its_place_is_loaded_anew(engines: tuple[Path, Path]):
+def test_a_directory_that_was_rebuilt_in_place_is_loaded_again(engines: tuple[Path, Path]):
     admin = Recorded(engines[0])
     for _ in range(2):
         reload_engine(admin, engines[0], 1.0)

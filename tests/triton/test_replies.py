@@ -65,7 +65,7 @@ def test_context_logits_come_with_the_first_response_and_the_last():
     assert sent[1] is None and all(np.array_equal(each, logits[None]) for each in (sent[0], sent[2]))
 
 
-def test_half_a_character_is_no_news():
+def test_half_a_character_is_not_sent():
     reply = Reply(parse(stream=number(True, bool)), ["text_output"], TOKENIZER)
     half = TOKENIZER.token_bytes.index(b"\xe6")
     reply.add(EngineOutput("r", [half]))

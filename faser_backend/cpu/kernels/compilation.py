@@ -99,7 +99,5 @@ def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
         try:
             return numba.njit(signature, cache=True, **options)(kernel)
         except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
-            warn_once(
-                f"kernels are compiled anew in every process; NUMBA_CACHE_DIR can name where to keep them ({error})"
-            )
+            warn_once(f"every process compiles the kernels again; set NUMBA_CACHE_DIR to a lasting directory ({error})")
             return numba.njit(signature, **options)(kernel)
