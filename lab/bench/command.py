@@ -168,9 +168,7 @@ class BenchRun:
                 return
             print(f"{error}: measuring a quick one first", file=sys.stderr)
             run_profile(self._engine_dir, is_quick=True)
-            self.warnings.append(
-                "The engines had no valid profile: a quick one was measured just before the benchmark."
-            )
+            self.warnings.append("The engines had no valid profile: a quick one was measured before the benchmark.")
 
     def _make_workload(self) -> Workload:
         manifest, options, prompts = self._manifest, self._options, self._prompts.prompts
@@ -208,6 +206,7 @@ class BenchRun:
                 if contestant.policy == REFERENCE:
                     raise
                 self.missing.append(f"{contestant.name}: {error}")
+                bar.console.print(f"left out: {self.missing[-1]}", highlight=False, markup=False, soft_wrap=True)
             bar.advance(task)
         bar.remove_task(task)
         return opened
