@@ -1,6 +1,6 @@
-"""Jobs of a benchmark, their answers, and figures of a run and of its categories.
+"""Jobs of a benchmark, their answers, and the figures of a run, in all and by category.
 
-Knows nothing of who answers: an engine in this process, a simulated one and a Triton server give the same answers.
+Engines in this process, simulated engines and servers all give these answers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from faser_backend.text.prompts import Prompt
 UNNAMED = "(none)"  # answers to prompts without a category, where others have one
 FIGURES = ("mean_accepted", "acceptance_rate", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50")
 
-PAIRED_FIGURES = ("tokens_per_s", "e2e_ms_p50")  # of which each repeat's are kept, for ratios within a repeat
+PAIRED_FIGURES = ("tokens_per_s", "e2e_ms_p50")  # each repeat's value is kept, for ratios within a repeat
 Categories = dict[str, dict[str, Any]]
 
 
@@ -25,41 +25,41 @@ Categories = dict[str, dict[str, Any]]
 class Job:
     """One completion, or one answer in a conversation.
 
-    A completion has exactly max_tokens tokens: no end token ends it. An answer to a chat ends where the model ends it,
-    at max_tokens at the latest.
+    A completion has exactly max_tokens tokens; no end token ends it. A chat answer ends where the model ends it, after
+    at most max_tokens.
     """
 
-    prompt: str  # of a chat: the user's message
+    prompt: str  # a chat's user message
     max_tokens: int
     temperature: float
     seed: int
     category: str = ""
-    prompt_ids: tuple[int, ...] = ()  # what the engines read; (): the tokens of the text
+    prompt_ids: tuple[int, ...] = ()  # tokens that the engines read; (): those of the text
     is_chat: bool = False
 
 
 @dataclass(slots=True)
 class Answer:
-    """One answer. Times in seconds of the client's clock; a response may carry several tokens."""
+    """One answer. Times are in seconds of the client's clock; a response may carry several tokens."""
 
     start_s: float
     response_s: list[float]
     num_tokens: int
     num_drafted: int
-    num_accepted: int  # of these, what is in the answer
-    digest: str  # of the answer's text or ids: equal answers, equal digests
-    token_ids: list[int] = field(default_factory=list)  # where they are known
+    num_accepted: int  # drafted tokens that the answer holds
+    digest: str  # of the answer's text or ids; equal answers have equal digests
+    token_ids: list[int] = field(default_factory=list)  # () where they are unknown
 
     def cut_accepted(self) -> None:
-        """Leaves out what an engine of ours accepted behind the token that ended the answer.
+        """Leaves out tokens that our engine accepted after the token that ended the answer.
 
-        Every response is of one verification at least, which emits one token more than it accepts.
+        Every response carries at least one verification, which emits one token more than it accepts.
         """
         self.num_accepted = min(self.num_accepted, self.num_tokens - len(self.response_s))
 
 
 def jobs_of(prompts: Sequence[Prompt], num_jobs: int, max_tokens: int, temperature: float, seed: int) -> list[Job]:
-    """num_jobs jobs over prompts in order, from the start again after the last. Job i draws with seed + i."""
+    """Returns num_jobs jobs that cycle through the prompts in order. Job i draws with seed + i."""
     jobs = []
     for index in range(num_jobs):
         asked = prompts[index % len(prompts)]
@@ -69,8 +69,8 @@ def jobs_of(prompts: Sequence[Prompt], num_jobs: int, max_tokens: int, temperatu
 
 
 def summarise(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """Figures of one run. A verification emits one token beyond those that it accepts, so num_tokens - num_accepted of
-    them made an answer (the first token of an answer included). Times in ms: first token, gap between responses, time
+    """Returns the figures of one run. Each verification emits one token beyond those it accepts, so an answer took
+    num_tokens - num_accepted of them, its first token included. Times in ms: first token, gap between responses, time
     per further token, whole answer."""
     tokens, accepted, drafted = (
         sum(getattr(answer, name) for answer in answers) for name in ("num_tokens", "num_accepted", "num_drafted")
@@ -93,8 +93,7 @@ def summarise(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
 
 
 def merge_repeats(repeats: Sequence[dict[str, Any]], kept: Sequence[str] = PAIRED_FIGURES) -> dict[str, Any]:
-    """The median of each figure (of counts the lower one), and each repeat's of those that are kept, for ratios within
-    a repeat."""
+    """Returns the median of each figure (of counts the lower median), and every repeat's values of the kept figures."""
     merged: dict[str, Any] = {}
     for key, first in repeats[0].items():
         median = statistics.median_low if isinstance(first, int) else statistics.median
@@ -108,9 +107,9 @@ def count_different(answers: list[Answer], reference: list[Answer]) -> int:
 
 
 def summarise_categories(jobs: Sequence[Job], answers: Sequence[Answer]) -> Categories:
-    """Figures of one run by category, {} where no job has one.
+    """Returns the figures of one run by category, or {} if no job has one.
 
-    request_tokens_per_s: tokens of the answers over the time for which their requests were in flight. mean_emitted:
+    request_tokens_per_s: tokens of the answers over the time during which their requests were in flight. mean_emitted:
     tokens per verification, the recovered or bonus token included.
     """
     groups: dict[str, list[Answer]] = {}
@@ -133,13 +132,13 @@ def summarise_categories(jobs: Sequence[Job], answers: Sequence[Answer]) -> Cate
 
 
 def merge_categories(repeats: Sequence[Categories]) -> Categories:
-    """As merge_repeats, category by category."""
+    """Applies merge_repeats to each category."""
     kept = ("request_tokens_per_s",)
     return {category: merge_repeats([repeat[category] for repeat in repeats], kept) for category in repeats[0]}
 
 
 def add_category_speedups(categories: Categories, reference: Categories) -> None:
-    """Writes into each category its speed over the reference's: the median of the repeats' ratios."""
+    """Adds each category's speedup over the reference: the median of the repeats' ratios."""
     for category, found in categories.items():
         pairs = zip(
             found["request_tokens_per_s_repeats"], reference[category]["request_tokens_per_s_repeats"], strict=True

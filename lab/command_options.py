@@ -1,4 +1,4 @@
-"""The options of the commands that measure. Those that other commands have too come from cli/options.py."""
+"""The options of the commands that measure. cli/options.py declares those that other commands share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ REQUESTS = Option("Stop after this many requests.", unset="all")
 
 
 class BenchOptions(OptionTable):
-    """The options of `faser bench`. engine_dir None: the demo pair's. draft: of policies that do not choose."""
+    """The options of `faser bench`. engine_dir None means the demo pair. draft applies to policies that choose none."""
 
     engine_dir: Path | None = option(None, ServingOptions.options()["engine_dir"])
     is_quick: bool = option(False, PROFILE["is_quick"])
@@ -35,7 +35,7 @@ class BenchOptions(OptionTable):
 
 
 class ReplayOptions(OptionTable):
-    """The options of `faser replay`: at most one of rate and scale."""
+    """The options of `faser replay`. At most one of rate and scale may be given."""
 
     trace: Path = option(..., TRACE)
     url: str = option("127.0.0.1:8001", TRITON_URL)
@@ -53,7 +53,7 @@ class ReplayOptions(OptionTable):
 
 
 class SimulateOptions(OptionTable):
-    """The options of `faser simulate`. profile: an engine directory instead of hardware and pair."""
+    """The options of `faser simulate`. profile names an engine directory, instead of hardware and pair."""
 
     trace: Path = option(..., TRACE)
     hardware: str | None = option(None, "Simulate this hardware, such as h100 or h100x2.")

@@ -1,7 +1,7 @@
-"""Who is measured and under which loads, as data: in this process, on a GPU and in virtual time.
+"""The policies that are measured, and the loads, as data: in this process, on a GPU and in virtual time.
 
-A policy that is registered and takes no argument appears by itself; one that needs an argument is
-measured with the arguments named here, or is among what the report calls missing.
+A registered policy without an argument appears by itself. One that needs an argument is measured with the arguments
+named here, or the report lists it as missing.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.policy.registry import FILE, policy_usages
 
 REFERENCE = "none"
-FIXED_REFERENCE = "fixed:4"  # what a user of a fixed length would pick
-WHOLE = "faser"  # the rung that stands for the whole of it
+FIXED_REFERENCE = "fixed:4"  # a typical fixed length
+WHOLE = "faser"  # the full policy, with all mechanisms
 POLICIES = (
     "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "goodput", "survival", "gp-lcb",
     "faser",
 )  # fmt: skip
-ORACLE = "oracle"  # knows what will be accepted; no policy that serves, so none that is registered
+ORACLE = "oracle"  # knows which tokens will be accepted; cannot serve, so it is not registered
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
 SIMULATED = ("none", *STATIC, "goodput", "survival", "gp-lcb", "faser")
-MAX_NUM_SEQS = 64  # twice as many gain a few percent more and no more: this saturates two cores
+MAX_NUM_SEQS = 64  # saturates two cores; twice as many gain only a few percent
 
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A policy and the fields of EngineConfig that make it an ablation."""
+    """A policy and the fields of EngineConfig that ablate it."""
 
     policy: str
     note: str = ""
@@ -37,9 +37,9 @@ class Contestant:
         return f"{self.policy} ({self.note})" if self.note else self.policy
 
 
-AGAIN = Contestant(REFERENCE, "again")  # a second engine of the reference: how much equal engines differ
+AGAIN = Contestant(REFERENCE, "again")  # a second engine of the reference shows by how much equal engines differ
 
-# Each mechanism taken out of the whole, then each forced on a policy that has none: what it costs or gains here.
+# Each mechanism removed from the full policy, then each added to a policy that has none.
 ABLATIONS = (
     Contestant(WHOLE, "no exit", {"early_exit": "off"}),
     Contestant(WHOLE, "no pipeline", {"pipeline": "serial"}),
@@ -55,7 +55,7 @@ ABLATIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """num_clients in a closed loop, or, where it is 0, arrivals over time in an open one."""
+    """A closed loop of num_clients; if that is 0, an open loop with arrivals over time."""
 
     name: str
     num_clients: int
@@ -74,8 +74,8 @@ class Sizing:
     """The size of a benchmark."""
 
     repeats: int
-    cell_s: float  # of one closed loop at the reference's speed
-    min_waves: int  # of a closed loop, each as many requests as are in flight
+    cell_s: float  # duration of one closed loop at the reference's speed
+    min_waves: int  # minimum of a closed loop; a wave is as many requests as are in flight
     bursty_s: float
     bursty_repeats: int
     max_tokens: int
@@ -104,10 +104,10 @@ def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> li
 def choose_contestants(
     names: list[str] | None, ladder: tuple[str, ...] = POLICIES
 ) -> tuple[list[Contestant], list[str]]:
-    """The ladder with its ablations, or the contestants of these names with the reference before them;
-    and what is missing, in words.
+    """Returns the contestants to measure, and in words what is missing.
 
-    A name is a policy's, or an ablation's as reports show it. Raises ConfigError for a name that nobody knows.
+    No names: the ladder with its ablations. Otherwise the reference, then the named ones. A name is a policy's, or an
+    ablation's as reports show it. Raises ConfigError for an unknown name.
     """
     usages = policy_usages()
     if names is not None:
@@ -133,12 +133,12 @@ def _kind(spec: str) -> str:
 
 
 def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
-    """As choose_contestants, with every fixed length and the oracle, and without those that draft with n-grams: a
-    simulated text has none. Raises ConfigError for one of these that the user named."""
+    """Returns choose_contestants' result with all fixed lengths and the oracle, without policies that draft with
+    n-grams: a simulated text has none. Raises ConfigError if the user named one of these."""
     chosen, missing = choose_contestants(names, SIMULATED)
     others = [each.name for each in chosen if "ngram" in each.options.get("draft", "")]
     if others and names is not None:
         raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
     chosen = [each for each in chosen if each.name not in others]
-    chosen.sort(key=lambda each: each.policy == ORACLE)  # behind all others
+    chosen.sort(key=lambda each: each.policy == ORACLE)  # last
     return chosen, [*missing, *(f"{name}: n-grams need texts, and a simulation has none" for name in others)]

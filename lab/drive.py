@@ -1,9 +1,9 @@
 """Drives engines in this process, real or simulated, without a server, text or network.
 
-A closed loop keeps a number of requests in flight. An open loop submits each request when it is due, whether or not the
-engine keeps up. The loop is the engine's step thread; while the engine is idle, its clock skips to the next request.
+A closed loop keeps a number of requests in flight. An open loop submits each request when it is due, even if the engine
+falls behind. The loop is the engine's step thread; while the engine is idle, its clock skips to the next request.
 Engines with the same load run alternately, each by its own clock, because a shared machine's speed varies by a tenth
-within seconds. Six equal engines differ by 6.1 % (standard deviation) one after the other, and by 0.9 % alternately.
+within seconds. One after the other, six equal engines differ by 6.1 % (standard deviation); alternately, by 0.9 %.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from faser_backend.serving.compose import build_engine
 from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.text.tokenizer import load_tokenizer
 
-TURN_S = 0.1  # some steps of the longest kind; what a turn finds cold is cold for all
+TURN_S = 0.1  # a few of the longest steps; caches are cold for every engine when it resumes
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class ClosedLoop:
 
 @dataclass(frozen=True, slots=True)
 class OpenLoop:
-    """A schedule of given, ascending times. The wait for the end of a step counts as the request's."""
+    """A schedule of given, ascending times. A request's wait for the end of a step counts as its latency."""
 
     arrivals_s: list[float]
 
@@ -73,7 +73,7 @@ class OpenLoop:
 
 
 class RunClock(Protocol):
-    """The clock that a run measures by."""
+    """The clock by which a run measures."""
 
     def now_s(self) -> float: ...
 
@@ -86,8 +86,8 @@ class OwnClock:
     """A clock in nanoseconds that stops while other engines run."""
 
     def __init__(self) -> None:
-        self._lag_ns = 0  # behind the machine's clock
-        self._stopped_ns: int | None = None  # what the machine's clock said then; None: this one runs
+        self._lag_ns = 0  # lag behind the machine's clock
+        self._stopped_ns: int | None = None  # the machine's time at the stop; None while this clock runs
 
     def now_ns(self) -> int:
         return (time.perf_counter_ns() if self._stopped_ns is None else self._stopped_ns) - self._lag_ns
@@ -116,9 +116,9 @@ def take_turns(
     on_turn: Callable[[float], None],
     turn_s: float = TURN_S,
 ) -> dict[str, T]:
-    """Returns the result of each run, in the order of `runs`. A run yields after each step which share of it is done.
+    """Returns the result of each run, in the order of `runs`. A run yields, after each step, the share that is done.
 
-    clocks: by which runs measure. on_turn: told the mean share after every turn.
+    clocks: the runs' clocks. on_turn: called with the mean share after every turn.
     """
     results: dict[str, T] = {}
     done = dict.fromkeys(runs, 0.0)
@@ -168,19 +168,19 @@ class InProcess:
             raise
 
     def open(self, name: str, config: EngineConfig, engine_dir: Path | None = None) -> None:
-        """Opens one more engine, of another directory of the same model if one is given. Raises ConfigError."""
+        """Opens one more engine, optionally of another directory of the same model. Raises ConfigError."""
         self._clocks[name] = OwnClock()
         self._engines[name] = build_engine(engine_dir or self._engine_dir, config, self._clocks[name])
 
     def close_one(self, name: str) -> None:
-        """Gives back what an engine holds."""
+        """Closes one engine and releases its memory."""
         self._engines.pop(name).close()
 
     def engine(self, name: str) -> Engine:
         return self._engines[name]
 
     def knowledge(self, config: EngineConfig) -> Knowledge:
-        """Returns what a policy of such an engine may know."""
+        """Returns the knowledge that a policy of such an engine is given."""
         return serving_knowledge(self._engine_dir, EngineManifest.load(self._engine_dir), config)
 
     def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
@@ -188,13 +188,13 @@ class InProcess:
         return self.serve(policy, jobs, ClosedLoop(num_clients))
 
     def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Answer], float]:
-        """Submits jobs in order as `feed` says. Returns an answer per job, and seconds. Raises FaserError."""
+        """Submits jobs in order on the schedule `feed`. Returns an answer per job, and seconds. Raises FaserError."""
         return self.serve_in_turns([name], jobs, feed)[name]
 
     def serve_in_turns(
         self, names: Sequence[str], jobs: list[Job], feed: Feed, on_turn: Callable[[float], None] = lambda share: None
     ) -> dict[str, tuple[list[Answer], float]]:
-        """Runs `serve` alternately for several engines with the same jobs. on_turn: takes the share that is done."""
+        """Runs `serve` alternately for several engines with the same jobs. on_turn: called with the share that is done."""
         runs = {
             name: serve_requests(
                 self._engines[name], self._clocks[name], [self.request(i, job) for i, job in enumerate(jobs)], feed
@@ -221,7 +221,7 @@ class InProcess:
 def serve_requests(
     engine: Engine, clock: RunClock, requests: Sequence[Request], feed: Feed
 ) -> Generator[float, None, tuple[list[Answer], float]]:
-    """Submits requests, whose ids are their indices, as `feed` says; yields after each step the share that is answered.
+    """Submits requests, whose ids are their indices, on the schedule `feed`. Yields after each step the share answered.
 
     Returns an answer per request, and seconds, both by the clock. Raises FaserError.
     """
@@ -264,7 +264,7 @@ def _take(answer: Answer, output: EngineOutput, now_s: float) -> None:
 
 
 def finished(run: Generator[float, None, T]) -> T:
-    """Runs to the end without turns; returns the result."""
+    """Runs to the end without alternating, and returns the result."""
     while True:
         try:
             next(run)

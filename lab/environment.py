@@ -1,6 +1,6 @@
 """Where figures were measured: device, versions, commit. Every results file carries this.
 
-Needs no package: what is missing on a machine is told, not raised.
+Needs no package: what a machine lacks is reported, not raised.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,po
 
 
 def describe(seed: int) -> dict[str, Any]:
-    """Meta data of a run: plain values for JSON. gpu: the one that is there, used or not; None without one."""
+    """Returns a run's meta data as plain values for JSON. gpu: the GPU of the machine, used or not; None without one."""
     from faser_backend.cpu.runtime import cpu_name
 
     gpu = gpu_name()
@@ -39,7 +39,7 @@ def describe(seed: int) -> dict[str, Any]:
 
 
 def describe_checkout() -> dict[str, Any]:
-    """Returns what can be said without any package."""
+    """Returns what is known without any package."""
     return {
         "num_cores": len(os.sched_getaffinity(0)),
         "system": platform.platform(),
@@ -61,7 +61,7 @@ def gpu_name() -> str | None:
 
 
 def query_gpu() -> dict[str, str]:
-    """The first GPU, its clocks and its driver, as nvidia-smi tells; empty where it does not."""
+    """Returns the first GPU, its clocks and its driver from nvidia-smi; empty if that fails."""
     command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
@@ -72,12 +72,12 @@ def query_gpu() -> dict[str, str]:
 
 
 def parse_gpu(line: str) -> dict[str, str]:
-    """A line of nvidia-smi's answer, by field."""
+    """Parses one line of nvidia-smi's answer into fields."""
     return dict(zip(_QUERY.split(","), (value.strip() for value in line.split(",")), strict=False))
 
 
 def installed_versions(names: tuple[str, ...]) -> dict[str, str | None]:
-    """Returns versions of packages by name; None: not installed."""
+    """Returns the packages' versions by name; None if not installed."""
     found: dict[str, str | None] = {}
     for name in names:
         try:
@@ -88,7 +88,7 @@ def installed_versions(names: tuple[str, ...]) -> dict[str, str | None]:
 
 
 def commit() -> str:
-    """The checkout's commit, with + where tracked files differ from it."""
+    """Returns the checkout's commit, with + if tracked files differ from it."""
     try:
         head, changed = (
             subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
@@ -100,7 +100,7 @@ def commit() -> str:
 
 
 def command_line() -> str:
-    """The command that runs, as a reader would repeat it."""
+    """Returns the running command as a reader would repeat it."""
     program = Path(sys.argv[0]).resolve()
     words = [program.name]
     if program.is_relative_to(ROOT / "lab"):
@@ -110,12 +110,12 @@ def command_line() -> str:
 
 
 def without_paths(text: str) -> str:
-    """Replaces absolute paths by the names of their files."""
+    """Replaces absolute paths by their file names."""
     return re.sub(r"(?<![\w.~$}/])/(?:[\w.+-]+/)+([\w.+-]+)", r"\1", text)
 
 
 def as_lines(meta: dict[str, Any]) -> list[str]:
-    """Returns two lines that a table's reader needs."""
+    """Returns the two lines that a reader of a table needs."""
     where = f"{meta['device']}, {meta['num_cores']} cores" + (f", {meta['gpu']}" if meta.get("gpu") else "")
     packages = ", ".join(f"{name} {number or 'not installed'}" for name, number in meta["versions"].items())
     return [

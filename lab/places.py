@@ -1,4 +1,4 @@
-"""Where measuring code reads and writes: below a checkout's root, or where it is called if it came in a wheel."""
+"""The paths that measuring code reads and writes: below a checkout's root, or the working directory if installed."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ ROOT = Path(__file__).resolve().parents[1]
 DEMO = DEMO_PAIR
 _WRITTEN = ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
 RESULTS = _WRITTEN / "benchmarks" / "results"
-PEERS = _WRITTEN / "build" / "peers"  # what scripts/peers/install.sh installs, and models in peers' layouts
+PEERS = _WRITTEN / "build" / "peers"  # peers of scripts/peers/install.sh, and models in their formats

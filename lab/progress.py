@@ -1,4 +1,4 @@
-"""How far a command is, on stderr: a bar on a terminal, lines elsewhere."""
+"""Progress of a command on stderr: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-LINE_S = 10.0  # between two lines of the same part
+LINE_S = 10.0  # between two lines about the same part
 
 
 def progress_bar(console: Console | None = None) -> Progress:
-    """The bar of all commands; where nobody sees one, ProgressLines."""
+    """Returns the progress display of all commands: a bar on a terminal, otherwise ProgressLines."""
     console = console or Console(file=sys.stderr)
     if not console.is_terminal:
         return ProgressLines(console)
     columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # Drawing competes with what is measured.
+    # Drawing takes time from what is measured.
     return Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=2)
 
 
 class ProgressLines(Progress):
-    """A line for each new part, and one every LINE_S while it goes on."""
+    """Progress as text: a line for each new part, and one every LINE_S while it lasts."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, disable=True)

@@ -1,4 +1,4 @@
-"""Prompts: files of them, what an engine directory's text models make of them, and prompts of wanted lengths.
+"""Prompt files, how an engine directory's text models read them, and prompts of given lengths.
 
 Files are Spec-Bench's JSON lines, plainer JSON lines, or lines of text.
 """
@@ -38,7 +38,7 @@ def interleaved(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 @dataclass(frozen=True, slots=True)
 class PromptLimits:
-    """Prompts beyond these are left out; None: no such limit. Beside a prompt the context holds max_tokens more."""
+    """Limits beyond which prompts are left out; None means no limit. The context must also hold max_tokens."""
 
     max_tokens: int
     max_prompt_tokens: int | None = None
@@ -47,12 +47,12 @@ class PromptLimits:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """Prompts in the order in which they are asked, every category in turn; and what is not asked."""
+    """Prompts in the order in which they are asked, with categories alternating, and a note of what was left out."""
 
-    name: str  # of the source, for people
+    name: str  # name of the source, for reports
     prompts: list[Prompt]
     is_chat: bool
-    left_out: str  # "" where nothing is; else how many of which category, and why
+    left_out: str  # how many of which category, and why; "" for none
     num_left_out: int
 
     def as_dict(self) -> dict[str, object]:
@@ -69,10 +69,10 @@ class PromptSet:
 def load_prompt_set(
     path: Path | None, engine_dir: Path, manifest: EngineManifest, limits: PromptLimits, *, is_chat: bool
 ) -> PromptSet:
-    """The prompts of a file (None: the demo pair's held-out ones), as text models of this directory read them.
+    """Reads the prompts of a file (None: the demo pair's held-out ones) with this directory's tokenizer and template.
 
-    is_chat: each is a user's message, which the directory's chat template makes a conversation of. Raises ConfigError
-    where the file cannot be read, nothing of it fits or there is no template; RequestError where it refuses a message.
+    is_chat: each prompt is a user message, from which the directory's chat template makes a conversation. Raises
+    ConfigError if the file is unreadable, nothing fits or there is no template; RequestError if it refuses a message.
     """
     name = "the demo pair's held-out prompts" if path is None else path.name
     path = path or DEMO_PROMPTS
@@ -95,7 +95,7 @@ def load_prompt_set(
 
 
 def _longest(manifest: EngineManifest, limits: PromptLimits) -> tuple[int, str]:
-    """Returns the most tokens of a prompt, and which limit that is, in words."""
+    """Returns the most tokens that a prompt may have, and the limit that says so, in words."""
     if limits.max_prompt_tokens is not None and limits.max_prompt_tokens < 1:
         raise ConfigError(f"--max-prompt-tokens = {limits.max_prompt_tokens}: must be at least 1")
     context = ModelPair(manifest.target, manifest.draft).max_context
@@ -128,7 +128,7 @@ def _left_out(found: list[Prompt], kept: list[Prompt], reason: str) -> str:
 
 
 class PromptMaker:
-    """Prompts of wanted lengths: windows of a text's tokens, turned back into text.
+    """A maker of prompts of given lengths: windows of a text's tokens, decoded to text.
 
     Tokenised again, a window may differ from its length by a few tokens.
     """

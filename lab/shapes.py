@@ -1,8 +1,8 @@
-"""Shapes of published models and GPUs, and what a model call must move and compute: the one model of bytes and FLOPs.
+"""Shapes of published models and GPUs, and the bytes and FLOPs of a model call.
 
-Every input counts once and every output once, whatever a kernel really reads: so achieved over copied bandwidth is a
-share of what is possible. Figures are those of data sheets and of the models' config.json files; assumptions about
-their use are in simulation/costs.py.
+Every input and every output counts once, however often a kernel reads it, so achieved bandwidth over copy bandwidth is
+a share of what is possible. Figures come from data sheets and the models' config.json files. Assumptions about their
+use are in simulation/costs.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ INT32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """num_gpus alike, tensor-parallel. Peaks are per GPU."""
+    """num_gpus equal GPUs, tensor-parallel. Peaks are per GPU."""
 
     name: str
     num_gpus: int
-    flops_per_s: float  # bf16, dense
-    bytes_per_s: float  # of memory
+    flops_per_s: float  # dense bf16
+    bytes_per_s: float  # memory bandwidth
     memory_bytes: float
     num_sms: int
     link_bytes_per_s: float  # NVLink, one direction
@@ -30,7 +30,8 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """exit_layers: of the target, after which a verification may prune. max_num_seqs: where a GPU runs it for real."""
+    """A target and its draft. exit_layers: layers of the target after which a verification may prune. max_num_seqs: for
+    a real GPU."""
 
     name: str
     target: ModelSpec
@@ -50,7 +51,7 @@ def _spec(
         head_dim=head_dim,
         intermediate_size=inner,
         vocab_size=vocab,
-        max_context=1024,  # bounds the KV pools where a GPU runs it
+        max_context=1024,  # bounds the KV pools on a real GPU
         rope_theta=1e6,
         rms_eps=1e-6,
         tie_word_embeddings=tied,
@@ -73,7 +74,7 @@ MACHINES = {
     for name, count, figures in (("h100", 1, _H100), ("h100x2", 2, _H100), ("h200", 1, _H200), ("h200x2", 2, _H200))
 }
 _SMALL = _qwen3(28, 1024, 16, 3072, tied=True)
-# An exit at a fifth of the depth, as in the public study of a 36-layer model that finds layer 7 to break even.
+# An exit at a fifth of the depth: in a public study of a 36-layer model, layer 7 breaks even.
 PAIRS = {
     pair.name: pair
     for pair in (
@@ -87,7 +88,7 @@ PAIRS = {
         ),
     )
 }
-TINY_PAIR = Pair("tiny", _tiny(3, 64), _tiny(1, 32), (1,), 4)  # checks code, says nothing
+TINY_PAIR = Pair("tiny", _tiny(3, 64), _tiny(1, 32), (1,), 4)  # tests the code; its figures mean nothing
 
 
 def layer_weights(spec: ModelSpec) -> int:
@@ -120,7 +121,7 @@ def row_flops(spec: ModelSpec) -> float:
 
 
 class AttentionShape(NamedTuple):
-    """A call of B sequences with `rows` rows each behind `context` tokens."""
+    """A call with B sequences of `rows` rows each, after `context` tokens."""
 
     num_sequences: int
     context: int
@@ -132,8 +133,8 @@ class AttentionShape(NamedTuple):
 
 
 def attention_bytes(shape: AttentionShape, itemsize: int) -> int:
-    """Bytes that pruned_chunk_attention moves: keys and values of the context read; the chunk's read and written to the
-    pool; queries read, outputs written; block table, lengths and slots."""
+    """Returns the bytes that pruned_chunk_attention moves: reads of the context's keys and values; the chunk's own,
+    read and written to the pool; queries, outputs, block table, lengths and slot mapping."""
     b, context, rows, heads, kv_heads, head_dim, size = shape
     pool = 2 * b * context * kv_heads * head_dim
     chunk = 2 * 2 * b * rows * kv_heads * head_dim  # read, and written to the pool

@@ -1,7 +1,7 @@
-"""Fates of drafted tokens and of the target's work, from the records of a run's steps.
+"""What became of drafted tokens and of the target's work, from the records of a run's steps.
 
-While the engine runs a step is only noted down; figures are worked out afterwards. Tokens are keyed by seed and
-position, so a draft token that nobody tested would have been accepted iff the answer has it in its place.
+While the engine runs, a step is only recorded; figures are computed afterwards. Tokens are keyed by seed and position,
+so an unverified draft token would have been accepted iff the answer holds it at its position.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class StepNote(NamedTuple):
     end_ns: int
     mode: PipelineMode
     sequences: list[Sequence]
-    ahead: set[Sequence]  # of these, the ones that the draft ran ahead for
+    ahead: set[Sequence]  # sequences of these for which the draft ran ahead
     num_tokens: np.ndarray  # [B] before the step
     drafted: np.ndarray  # [B, K]
     num_drafted: np.ndarray  # [B]
-    num_rows: np.ndarray  # [B] that went into the target
-    num_kept: np.ndarray  # [B] that came out
+    num_rows: np.ndarray  # [B] rows that entered the target
+    num_kept: np.ndarray  # [B] rows that left it
     num_accepted: np.ndarray  # [B]
     num_emitted: np.ndarray  # [B]
     num_row_layers: int
     propose_us: float
     verify_us: float
     overlap_us: float
-    reason: str = ""  # of the decision, in words
-    scores: tuple[Score, ...] = ()  # what the policy weighed
+    reason: str = ""  # the decision's reason, in words
+    scores: tuple[Score, ...] = ()  # the policy's scores of its candidates
 
 
 class StepLog:
-    """Notes of one engine's steps, and the laps of both lanes, in virtual time without them. `start` clears them."""
+    """The records of one engine's steps, and the laps of both lanes (none in virtual time). `start` clears them."""
 
     def __init__(self, engine: Engine, *, with_laps: bool = True) -> None:
         self._step_runner = engine.step_runner
@@ -54,7 +54,7 @@ class StepLog:
 
     def start(self) -> None:
         self.notes: list[StepNote] = []
-        self.target_laps: list[PhaseEvent] = []  # and those of the step itself
+        self.target_laps: list[PhaseEvent] = []  # with the laps of the step itself
         self.draft_laps: list[PhaseEvent] = []
         if self._with_laps:
             self._step_runner.times.events, self._step_runner.draft_times.events = self.target_laps, self.draft_laps
@@ -87,23 +87,23 @@ class StepLog:
 
 
 class Lost(NamedTuple):
-    """Counts of untested draft tokens that would have been accepted, by reason."""
+    """Counts of unverified draft tokens that would have been accepted, by reason."""
 
     to_trim: int
     to_exit: int
 
 
 def count_lost(notes: list[StepNote]) -> Lost:
-    """Compares dropped tokens with what the answers hold in their place; all answers must be complete.
+    """Compares dropped tokens with the answers' tokens at their positions. All answers must be complete.
 
-    A dropped token counts only where everything before it in its chain was accepted, or would have been.
+    A dropped token counts only if everything before it in its chain was accepted, or would have been.
     """
     to_trim = to_exit = 0
     for note in notes:
         drops = (note.num_kept < note.num_drafted) & (note.num_accepted == note.num_kept)
         for row in np.flatnonzero(drops):
             sequence, kept, drafted = note.sequences[row], int(note.num_kept[row]), int(note.num_drafted[row])
-            first = int(note.num_tokens[row])  # place of the chain's first token
+            first = int(note.num_tokens[row])  # position of the chain's first token
             answer = sequence.token_ids[first + kept : min(first + drafted, sequence.num_tokens)]
             dropped = note.drafted[row, kept : kept + answer.size]
             run = int(np.logical_and.accumulate(answer == dropped).sum())
@@ -114,7 +114,7 @@ def count_lost(notes: list[StepNote]) -> Lost:
 
 
 def figures(log: StepLog, num_layers: int) -> dict[str, float]:
-    """Returns the figures of a run in bench.json beyond its answers. num_layers: of the target."""
+    """Returns the figures of a run that bench.json adds to its answers'. num_layers: of the target."""
     notes = log.notes
     drafted, rows, kept, accepted, emitted = (
         np.concatenate([getattr(note, name) for note in notes])
@@ -126,7 +126,7 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
     full_rows = int(kept.sum())
     pruned_layers = sum(note.num_row_layers for note in notes) - full_rows * num_layers
     pruned_rows = int((rows - kept).sum())
-    # Running ahead leaves out the bonus row of a chain: no row that confidence found unworthy.
+    # Running ahead drops a chain's bonus row, which is no decision about confidence.
     trimmed_rows = int((drafted + 1 - rows - ahead).sum())
     batch = np.array([len(note.sequences) for note in notes])
     modes = {f"share_{mode.value}": np.mean([note.mode is mode for note in notes]).item() for mode in PipelineMode}
@@ -181,7 +181,7 @@ def _lap_figures(log: StepLog) -> dict[str, float]:
 
 
 def planning_us(laps: list[PhaseEvent]) -> np.ndarray:
-    """Returns the time of scheduler and policy in each step: planning it, and learning from its record."""
+    """Returns the scheduler's and the policy's time in each step: planning it, and learning from its record."""
     planning = [lap for lap in laps if lap.phase in PLANNING]
     step = np.maximum(np.cumsum([lap.phase == "schedule" for lap in planning]) - 1, 0)
     return np.bincount(step, [(lap.end_ns - lap.start_ns) / 1e3 for lap in planning])

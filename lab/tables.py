@@ -1,4 +1,4 @@
-"""The one writer of reports: columns as data, tables in Markdown and on a terminal, results as JSON beside them."""
+"""Writes all reports: columns as data, tables in Markdown and on a terminal, and results as JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """key: of a row, or what makes the value of it. A row without the value has an empty entry."""
+    """A column of a table. key: a row's key, or a function of the row. A row without the value has an empty entry."""
 
     heading: str
     key: str | Callable[[Any], Any]
@@ -44,7 +44,7 @@ def pairs(values: Mapping[str, Any]) -> str:
 
 
 def markdown_table(columns: Sequence[Column | str], rows: Iterable[Row]) -> list[str]:
-    """A column that is only named shows what a row has under this name."""
+    """Returns a table's lines. A column given by name alone shows the rows' values under that name."""
     chosen = [
         Column(each, lambda row, key=each: number(row.get(key))) if isinstance(each, str) else each for each in columns
     ]
@@ -53,7 +53,7 @@ def markdown_table(columns: Sequence[Column | str], rows: Iterable[Row]) -> list
 
 
 def check_output(directory: Path, num_bytes: int) -> None:
-    """Makes the directory of an option --output. Raises ConfigError where it cannot take so many bytes of files."""
+    """Creates the directory of an option --output. Raises ConfigError if it cannot hold num_bytes of files."""
     try:
         check_room(directory, num_bytes, "what is written")
         directory.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,8 @@ def check_output(directory: Path, num_bytes: int) -> None:
 
 
 def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:
-    """STEM.json with every figure and STEM.md: a head, the command that remakes it, the lines. Returns its text."""
+    """Writes STEM.json with every figure, and STEM.md with a head, the command and the lines. Returns the latter's
+    text."""
     command = environment.command_line()
     head = [f"# {title}", "", f"Remade by `{command}`.", *environment.as_lines(meta), ""]
     text = "\n".join([*head, *lines]).rstrip() + "\n"

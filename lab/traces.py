@@ -1,7 +1,7 @@
-"""Request traces: lengths and arrivals from files of the Azure LLM inference trace, or arrivals by a distribution.
+"""Request traces: lengths and arrivals from files of the Azure LLM inference trace, or from distributions.
 
-A file has the columns TIMESTAMP, ContextTokens, GeneratedTokens. Everything is seeded, and what was done to the
-arrivals is told in words for the report.
+A file has the columns TIMESTAMP, ContextTokens, GeneratedTokens. Everything is seeded; a trace's description lists all
+changes for the report.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from faser_backend.core.errors import ConfigError
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-# Made-up lengths are log-normal, on the scale of a small model's context.
+# Synthetic lengths are log-normal, on the scale of a small model's context.
 MEDIAN_PROMPT_TOKENS, MEDIAN_OUTPUT_TOKENS, LENGTH_SIGMA = 90, 48, 0.7
 _GRID = 20_000  # points at which a rate curve is integrated
 
@@ -47,7 +47,7 @@ class Trace:
 
 
 def read_trace(path: Path, num_requests: int | None = None, *, may_be_shorter: bool = False) -> Trace:
-    """The first num_requests requests of a file (default: all). Raises ConfigError naming line and column."""
+    """Reads the first num_requests requests of a file (default: all). Raises ConfigError with line and column."""
     times, prompts, outputs = [], [], []
     try:
         with path.open(newline="", encoding="utf-8") as file:
@@ -76,7 +76,7 @@ def read_trace(path: Path, num_requests: int | None = None, *, may_be_shorter: b
 
 
 def scaled(trace: Trace, rate: float) -> Trace:
-    """The trace's own arrivals at a mean rate, requests per second."""
+    """Scales the trace's gaps to a mean rate in requests per second."""
     _check_rate(rate)
     factor = trace.rate / rate
     words = f"{trace.description}, gaps scaled by {factor:.4g} to {rate:g} requests/s"
@@ -91,9 +91,9 @@ def arriving_as(trace: Trace, other: Trace) -> Trace:
 
 
 def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) -> Trace:
-    """Poisson arrivals whose rate swings once from trough to peak and back, sinusoidally in its logarithm.
+    """Returns Poisson arrivals whose rate swings once from trough to peak and back, sinusoidally in its logarithm.
 
-    rate is the mean over the run; peak_trough the ratio of highest to lowest rate, 1 = constant.
+    rate is the mean over the run; peak_trough is the ratio of highest to lowest rate, 1 = constant.
     """
     _check_rate(rate)
     if not 1.0 <= peak_trough <= 1000.0:
@@ -112,7 +112,7 @@ def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) ->
 
 
 def with_mean_lengths(trace: Trace, mean_prompt: float, mean_output: float) -> Trace:
-    """Prompts and outputs scaled by a factor each to these means: another data set's size, this trace's spread."""
+    """Scales prompts and outputs to these means by one factor each, which keeps the trace's spread."""
     if not (1 <= mean_prompt <= 1e6 and 1 <= mean_output <= 1e6):
         raise ConfigError(f"lengths = {mean_prompt:g}/{mean_output:g}: both must lie in [1, 1e6] tokens")
     prompts, outputs = (
@@ -124,7 +124,7 @@ def with_mean_lengths(trace: Trace, mean_prompt: float, mean_output: float) -> T
 
 
 def fitted_to(trace: Trace, max_context: int) -> Trace:
-    """Lengths scaled by one factor so that 95 of 100 requests fit max_context; the rest are cut to it."""
+    """Scales lengths by one factor so that 95 of 100 requests fit max_context, and cuts the rest."""
     total = trace.num_prompt_tokens + trace.num_output_tokens
     factor = min(1.0, max_context / float(np.percentile(total, 95)))
     prompts, outputs = (
@@ -152,7 +152,7 @@ def make_lengths(
 
 
 def picked(lengths: Trace, count: int, rng: np.random.Generator) -> Trace:
-    """`count` requests of a trace in random order, some of them again where it has fewer; all arrive at once."""
+    """Returns `count` requests in random order, with repetition if the trace is shorter; all arrive at once."""
     index = rng.permutation(np.resize(np.arange(len(lengths)), max(count, len(lengths))))[:count]
     return Trace(
         np.zeros(count), lengths.num_prompt_tokens[index], lengths.num_output_tokens[index], lengths.description

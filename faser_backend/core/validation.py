@@ -10,7 +10,7 @@ from faser_backend.core.errors import RequestError
 
 _BRIEF = reprlib.Repr()
 _BRIEF.maxstring = 60
-MAX_SHOWN = 100  # fields of an object: all are sorted before some are shown
+MAX_SHOWN = 100  # fields of an object to sort before some are shown
 
 
 class Brief:
@@ -26,8 +26,8 @@ class Brief:
 
 
 def refusal_of(error: ValidationError, field: str = "") -> RequestError:
-    """field: of the value that was checked, where the wrong one lies within it."""
-    # Of a union's branches the one that got furthest.
+    """Returns the error as RequestError. field: of the value that was checked, in which the wrong one lies."""
+    # In a union, the branch that got furthest counts.
     first = max(error.errors(include_url=False), key=lambda one: len(one["loc"]))
     path = [part for part in first["loc"] if isinstance(part, int) or part.isidentifier()]
     names = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
