@@ -194,7 +194,7 @@ class InProcess:
     def serve_in_turns(
         self, names: Sequence[str], jobs: list[Job], feed: Feed, on_turn: Callable[[float], None] = lambda share: None
     ) -> dict[str, tuple[list[Answer], float]]:
-        """Runs `serve` alternately for several engines with the same jobs. on_turn: called with the share that is done."""
+        """Runs `serve` alternately for several engines with the same jobs. on_turn: called with the share done."""
         runs = {
             name: serve_requests(
                 self._engines[name], self._clocks[name], [self.request(i, job) for i, job in enumerate(jobs)], feed
@@ -272,15 +272,9 @@ def finished(run: Generator[float, None, T]) -> T:
             return end.value
 
 
-def write_all(
-    engine: Engine, requests: Sequence[Request], on_step: Callable[[float], None] = lambda share: None
-) -> dict[str, list[int]]:
-    """Submits all requests at once. Returns their tokens by id. Raises FaserError if one fails.
-
-    on_step: called after each step with the share that is answered.
-    """
+def write_all(engine: Engine, requests: Sequence[Request]) -> dict[str, list[int]]:
+    """Submits all requests at once. Returns their tokens by id. Raises FaserError if one fails."""
     tokens: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    num_ended = 0
     for request in requests:
         engine.submit(request)
     while engine.has_work:
@@ -288,6 +282,4 @@ def write_all(
             if output.error is not None:
                 raise FaserError(f"request {output.request_id} failed: {output.error}")
             tokens[output.request_id] += output.token_ids
-            num_ended += output.is_final
-        on_step(num_ended / len(requests))
     return tokens

@@ -24,7 +24,7 @@ _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,po
 
 
 def describe(seed: int) -> dict[str, Any]:
-    """Returns a run's meta data as plain values for JSON. gpu: the GPU of the machine, used or not; None without one."""
+    """Returns a run's meta data as plain values for JSON. gpu: the GPU of the machine, used or not; else None."""
     from faser_backend.cpu.runtime import cpu_name
 
     gpu = gpu_name()

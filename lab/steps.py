@@ -1,4 +1,4 @@
-"""What became of drafted tokens and of the target's work, from the records of a run's steps.
+"""Fates of drafted tokens and of the target's work, from the records of a run's steps.
 
 While the engine runs, a step is only recorded; figures are computed afterwards. Tokens are keyed by seed and position,
 so an unverified draft token would have been accepted iff the answer holds it at its position.

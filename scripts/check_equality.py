@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Equality of tokens: every policy, mode and exit against plain decoding. See lab/checks/equality.py."""
+"""Checks that every policy, mode and exit gives plain decoding's tokens. See lab/checks/equality.py."""
 
 import sys
 from pathlib import Path

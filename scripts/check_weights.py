@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Effects of formats of weights on a model, over its own answers. See lab/checks/weights.py."""
+"""Measures the effect of weight formats on a model's own answers. See lab/checks/weights.py."""
 
 import sys
 from pathlib import Path

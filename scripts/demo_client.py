@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Streams one completion from a running server over gRPC, then prints what speculation did for it.
+"""Streams one completion from a running server over gRPC, then prints what speculation gained.
 
-A plain client of the `ensemble` model: it knows the wire names and nothing of the project's code.
+A plain client of the `ensemble` model, without imports from the project.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def request_inputs(prompt: str, args: argparse.Namespace) -> list[triton.InferIn
 
 
 def stream(url: str, inputs: list[triton.InferInput]) -> dict[str, Any]:
-    """Prints text as it comes. Returns the counters of the answer and its times in seconds."""
+    """Prints text as it arrives. Returns the answer's counters and its times in seconds."""
     answers: queue.Queue = queue.Queue()
     found: dict[str, Any] = {}
     with triton.InferenceServerClient(url) as client:
@@ -79,7 +79,7 @@ def stream(url: str, inputs: list[triton.InferInput]) -> dict[str, Any]:
             for name in OUTPUTS[1:]:
                 value = result.as_numpy(name)
                 if value is not None:
-                    # Tokens are those of the response, drafts those of the request so far.
+                    # A response counts its own tokens, and the drafts of the request so far.
                     found[name] = int(value[0][0]) + (found.get(name, 0) if name == "num_output_tokens" else 0)
         found["seconds"] = time.perf_counter() - start
     return found

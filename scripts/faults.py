@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kills, full disks and damaged engines: what a client sees, and how long recovery takes. See lab/abuse/faults.py."""
+"""Kills processes, fills disks and damages engines; shows what clients see. See lab/abuse/faults.py."""
 
 import sys
 from pathlib import Path

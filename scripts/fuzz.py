@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Ten thousand requests that nobody should send. See lab/abuse/fuzz.py."""
+"""Sends ten thousand malformed requests. See lab/abuse/fuzz.py."""
 
 import sys
 from pathlib import Path

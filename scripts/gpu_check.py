@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Proves on a GPU what cannot be proven without one. See lab/gpu/command.py."""
+"""Checks on a GPU what cannot be checked without one. See lab/gpu/command.py."""
 
 import sys
 from pathlib import Path

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Mixed traffic, cancels and mistakes for half an hour: nothing leaks, nothing is lost. See lab/abuse/soak.py."""
+"""Runs half an hour of mixed traffic, cancels and mistakes, and checks for leaks and losses. See lab/abuse/soak.py."""
 
 import sys
 from pathlib import Path

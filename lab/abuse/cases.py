@@ -1,8 +1,8 @@
-"""Inputs that nobody should send: requests over gRPC and HTTP, each remade from a seed and its number, and JSON schemas
-that are costly to follow or have no end.
+"""Malformed inputs: requests over gRPC and HTTP, each reproducible from a seed and its number, and hostile JSON
+schemas.
 
-A case is a request that works, in which declared tensors get bad values, or nodes of the message others of their type.
-Left out are the two inputs that are known to end Triton 2.51's HTTP frontend, which only `known_crashes` returns.
+A case is a valid request in which declared tensors get bad values, or nodes of the message change their type. Two
+inputs are left out that are known to end Triton 2.51's HTTP frontend; only `known_crashes` returns them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from faser_backend.triton.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TE
 CONTRACTS = ("inflight_batcher", "llmapi")
 PROMPT = "def f(x):\n    return"
 MAX_DEPTH = 400  # of brackets
-LONG, VERY_LONG = 20_000, 500_000  # characters; the latter seldom
+LONG, VERY_LONG = 20_000, 500_000  # characters; the latter rarely
 NUMBERS = {
     "INT32": [-(2**31), -1, 0, 1, 2**31 - 1, 10**6], "INT64": [-(2**63), -1, 2**63 - 1], "UINT8": [0, 255],
     "UINT64": [0, 1, 2**64 - 1], "BOOL": [False, True], "FP16": [0.0, np.nan, np.inf],
@@ -37,14 +37,14 @@ WORDS = [
     "", "nonsense", "x" * 5000, "\n", "🙂", "../ensemble", "-1", "999", "1" * 50, "text_input", "text_output",
     "output_ids", "BYTES", "BF16", *NUMBERS,
 ]  # fmt: skip
-# What a node of a gRPC message becomes, by its type; and what one of JSON does, as JSON.
+# Replacements of a node of a gRPC message by its type, and of a JSON node.
 NODES = {str: WORDS, int: [-(2**63), -1, 0, 1, 2, 2**31, 2**62]}
 JSON_NODES = [
     "null", "true", "-1", "0", str(10**30), "1.5", "NaN", '"\\ud800"', "[]", "{}", "[[1]]", '{"a": 1}', '["a", 1]',
     str(2**64), "[" * MAX_DEPTH + "]" * MAX_DEPTH, *map(json.dumps, ["x" * LONG, *WORDS]),
     *(json.dumps(text.decode("latin-1")) for text in TEXTS),
 ]  # fmt: skip
-LENGTHS = [0, 1, 255, 2**31 - 1, 2**32 - 1]  # that a string claims to have
+LENGTHS = [0, 1, 255, 2**31 - 1, 2**32 - 1]  # claimed lengths of a string
 BODIES = [b"", b"1", b"null", b"[" * MAX_DEPTH, b"\0" * 1000, b'{"text_input":"x","max_tokens":' + b"9" * 400 + b"}"]
 HEADERS = [
     *({"Inference-Header-Content-Length": length} for length in ("-1", "0", "1", "10", "99999999999", "x")),
@@ -52,7 +52,7 @@ HEADERS = [
     *({"Content-Encoding": kind} for kind in ("gzip", "deflate", "nonsense")),
 ]  # fmt: skip
 WAYS = ("stream", "stream", "stream", "stream", "unary", "generate", "generate", "generate_stream", "infer")
-# What a gRPC message may have and does not need.
+# Optional fields of a gRPC message.
 EXTRAS: list[dict[str, Any]] = [
     {"outputs": [{"name": "text_output"}]}, {"outputs": [{"name": "output_ids"}]}, {"model_version": "1"}, {"id": "1"},
     *({"parameters": {name: {"int64_param": 1}}} for name in ("priority", "timeout", "text_input", "nonsense")),
@@ -63,13 +63,13 @@ Generator = np.random.Generator
 
 
 def _chain(key: str) -> dict[str, Any]:
-    """Each object must hold another one: no finite text follows it."""
+    """Returns a schema in which each object must hold another one: no finite text satisfies it."""
     node = {"type": "object", "properties": {key: {"$ref": "#/$defs/n"}}, "required": [key]}
     return {"$ref": "#/$defs/n", "$defs": {"n": node}}
 
 
 def _doubled(depth: int) -> dict[str, Any]:
-    """Each object holds two: the whole text has 2 ** depth strings."""
+    """Returns a schema in which each object holds two: its text has 2 ** depth strings."""
     rules: dict[str, Any] = {f"d{depth}": {"type": "string"}}
     for level in range(depth):
         ref = {"$ref": f"#/$defs/d{level + 1}"}
@@ -81,7 +81,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "recursive": _chain("c"),
     "wide": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}},
     "doubled": _doubled(60),
-    "recursive later": {  # behind a choice, which no compiler examines
+    "recursive later": {  # behind a choice, which no compiler checks
         "type": "object", "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
         "required": ["a", "n"], "$defs": _chain("c")["$defs"],
     },
@@ -90,7 +90,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A model, its inputs and a request that works."""
+    """A model, its inputs and a valid request."""
 
     model: str
     specs: tuple[TritonTensor, ...]
@@ -117,7 +117,7 @@ TARGETS = {
 class Case:
     """One request: a gRPC message (unary or in a stream), or an HTTP call."""
 
-    label: str  # its model, its way and what is wrong with it
+    label: str  # model, transport and mutation
     request: Any = None
     is_unary: bool = False
     path: str = ""
@@ -131,11 +131,11 @@ def pick(rng: Generator, values: Any) -> Any:
 
 
 def make_case(seed: int, number: int, contract: str) -> Case:
-    """The same case for the same arguments."""
+    """Makes a case; equal arguments give equal cases."""
     rng = np.random.default_rng([seed, number])
     target, way = pick(rng, TARGETS[contract]), pick(rng, WAYS)
     tensors = tensors_of([target.values], has_batch=target.has_batch)
-    # Half of them are well formed: Triton refuses the others before a model sees them.
+    # Half of them are well formed: Triton refuses the others before a model is called.
     is_formed, num_wrong, labels = rng.random() < 0.5, int(rng.integers(1, 4)), [f"{target.model} {way}"]
     for spec in [pick(rng, target.specs) for _ in range(num_wrong * is_formed)]:
         tensors[spec.name] = bad_tensor(rng, spec, has_batch=target.has_batch)
@@ -169,7 +169,7 @@ def make_case(seed: int, number: int, contract: str) -> Case:
 
 
 def bad_tensor(rng: Generator, spec: TritonTensor, *, has_batch: bool) -> Tensor:
-    """Dimensions mostly as declared, with up to 300 values where their number is open."""
+    """Draws a bad tensor: mostly the declared dimensions, up to 300 values where their number is open."""
     open_dim = int(pick(rng, [0, 1, 2, 300] if spec.dims == (-1,) else [0, 1, 1, 2, 3]))
     dims = [open_dim if dim == -1 else dim for dim in spec.dims]
     if rng.random() < 0.1:
@@ -185,7 +185,7 @@ def bad_tensor(rng: Generator, spec: TritonTensor, *, has_batch: bool) -> Tensor
 
 
 def containers(node: Any) -> Iterator[Any]:
-    """The objects and lists of a tree that hold something."""
+    """Returns the non-empty objects and lists of a tree."""
     if isinstance(node, dict | list) and node:
         yield node
         for each in node.values() if isinstance(node, dict) else node:
@@ -193,7 +193,7 @@ def containers(node: Any) -> Iterator[Any]:
 
 
 def change(rng: Generator, tree: Any, *, is_json: bool) -> str:
-    """One node of a tree goes, comes twice or becomes another one. Returns which."""
+    """Removes, doubles or replaces one node of a tree. Returns which."""
     if not tree:
         return "nothing left"
     parent = pick(rng, list(containers(tree)))
@@ -214,13 +214,13 @@ def change(rng: Generator, tree: Any, *, is_json: bool) -> str:
 
 
 def bad_bytes(rng: Generator, raw: bytes) -> bytes:
-    """Another length, noise, or a string whose announced length is not its own."""
+    """Returns a value of another length, noise, or a string with a wrong length prefix."""
     cut, more = raw[: int(rng.integers(len(raw) + 1))], rng.bytes(int(pick(rng, [1, 4, 64, LONG])))
     return pick(rng, [cut, raw + more, rng.bytes(len(raw)), int(pick(rng, LENGTHS)).to_bytes(4, "little") + b"abc"])
 
 
 def spoilt(rng: Generator, body: bytes) -> bytes:
-    """No JSON, or hardly."""
+    """Returns a body that is not JSON, or barely."""
     place = int(rng.integers(len(body) + 1))
     key_twice = body[:-1] + b',"max_tokens":1,"max_tokens":-1}'
     inserted = body[:place] + rng.bytes(1) + body[place:]
@@ -229,7 +229,7 @@ def spoilt(rng: Generator, body: bytes) -> bytes:
 
 
 def known_crashes(contract: str) -> list[Case]:
-    """Ends Triton 2.51's HTTP frontend: a body of 200,000 nested brackets, and one of 600,000 chunks of a byte."""
+    """Returns inputs that end Triton 2.51's HTTP frontend: 200,000 nested brackets, and 600,000 chunks of one byte."""
     path = f"/v2/models/{TARGETS[contract][0].model}/generate"
     chunks = b"1\r\n1\r\n" * 600_000 + b"0\r\n\r\n"
     return [

@@ -1,5 +1,4 @@
-"""Clients of a server under abuse: requests as tensors or JSON, replies that remember all that was sent back, and a
-neighbour who asks for the same thing all the while.
+"""Clients of a server under abuse: requests as tensors or JSON, replies that record all responses, and a neighbour.
 
 A gRPC call carries one request and is read to its end, so that an answer that comes twice, or never, is seen.
 """
@@ -23,20 +22,20 @@ from tritonclient.utils import triton_to_np_dtype
 
 from faser_backend.triton.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
 
-TIMEOUT_S = 60.0  # of an answer: nothing that is asked here takes a tenth of it
+TIMEOUT_S = 60.0  # for an answer; none here takes a tenth of it
 PAUSE_S = 0.02  # of a neighbour, between an answer and the next request
-MAX_SHOWN_WRONG = 3  # answers of a neighbour
-REFUSAL = "Maximum queue size"  # in the error of a request that finds the queue full
+MAX_SHOWN_WRONG = 3  # wrong answers of a neighbour
+REFUSAL = "Maximum queue size"  # part of the error when the queue is full
 TYPES = {spec.name: spec.data_type for spec in (*TEXT_INPUTS, *TOKEN_INPUTS, *LLMAPI_INPUTS, *PREPROCESSING_INPUTS)}
 
 
 @dataclass
 class Reply:
-    """Everything that one request got back."""
+    """Everything that one request received."""
 
-    texts: dict[int, str] = field(default_factory=dict)  # by prompt of the batch; what was streamed is joined
+    texts: dict[int, str] = field(default_factory=dict)  # by prompt of the batch; streamed parts are joined
     errors: list[str] = field(default_factory=list)
-    num_finals: int = 0  # ends that the server announced: an error, a final response, a whole HTTP body
+    num_finals: int = 0  # announced ends: an error, a final response, a complete HTTP body
     is_cut: bool = False  # this client left early
     is_lost: bool = False  # no end within TIMEOUT_S, or the connection broke
     seconds: float = 0.0
@@ -57,7 +56,7 @@ class Tensor(NamedTuple):
     values: list[Any]
 
     def head(self, name: str) -> dict[str, Any]:
-        """The tensor without its values, as messages over gRPC and HTTP have it."""
+        """Returns the tensor without its values, as messages over gRPC and HTTP carry it."""
         return {"name": name, "datatype": "BYTES" if self.kind == "STRING" else self.kind, "shape": self.shape}
 
     @property
@@ -69,7 +68,7 @@ class Tensor(NamedTuple):
 
 
 def tensors_of(prompts: Sequence[Mapping[str, Any]], *, has_batch: bool = True) -> dict[str, Tensor]:
-    """prompts: of each the tensors by name, a value or a list of values; all have the same names."""
+    """Returns the tensors of prompts. Each prompt maps the same names to a value or a list of values."""
     found = {}
     for name in prompts[0]:
         rows = [values[name] if isinstance(values[name], list) else [values[name]] for values in prompts]
@@ -79,21 +78,21 @@ def tensors_of(prompts: Sequence[Mapping[str, Any]], *, has_batch: bool = True) 
 
 
 def as_request(tree: Mapping[str, Any]) -> Any:
-    """A gRPC message of these fields, which asks for an end that can be counted."""
+    """Returns a gRPC message of these fields that requests a countable end."""
     request = ModelInferRequest(**tree)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
 
 
 def make_request(model: str, *prompts: Mapping[str, Any], request_id: str = "", has_batch: bool = True) -> Any:
-    """prompts: as tensors_of has them."""
+    """Returns the request for prompts as tensors_of takes them."""
     tensors = tensors_of(prompts, has_batch=has_batch)
     inputs, raw = [tensor.head(name) for name, tensor in tensors.items()], [tensor.raw for tensor in tensors.values()]
     return as_request({"model_name": model, "id": request_id, "inputs": inputs, "raw_input_contents": raw})
 
 
 class GrpcClient:
-    """One connection. Threads may share it."""
+    """One connection, which threads may share."""
 
     def __init__(self, url: str) -> None:
         self._channel = grpc.insecure_channel(url, [("grpc.use_local_subchannel_pool", 1)])
@@ -108,9 +107,10 @@ class GrpcClient:
         leaves_late: bool = False,
         on_first: Callable[[], object] = lambda: None,
     ) -> Reply:
-        """leave_after: cancels a stream after so many responses, unless that was the last or leaves_late.
+        """Sends a request and reads its responses.
 
-        on_first: called when something has come.
+        leave_after: cancels a stream after this many responses, unless that was the last or leaves_late. on_first:
+        called at the first response.
         """
         reply, start_s = Reply(), time.monotonic()
         try:
@@ -140,7 +140,7 @@ class GrpcClient:
         return reply
 
     def close(self) -> None:
-        """Breaks off what is under way."""
+        """Cancels open calls."""
         self._channel.close()
 
 
@@ -168,7 +168,8 @@ def ask_http(
     method: str | None = None,
     leave_after: int | None = None,
 ) -> Reply:
-    """POST with a body of JSON, else GET. leave_after: bytes of the answer, then the socket is closed."""
+    """Sends a POST with a JSON body, or a GET without one. leave_after: bytes of the answer after which the socket
+    closes."""
     reply, start_s = Reply(), time.monotonic()
     kind = {} if body is None else {"Content-Type": "application/json"}
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
@@ -191,7 +192,7 @@ def ask_http(
 
 
 def _read_body(reply: Reply) -> None:
-    """Reads texts and errors out of a whole HTTP answer, one object or a stream of events."""
+    """Reads texts and errors from a complete HTTP answer: one object or a stream of events."""
     reply.num_finals += 1
     if reply.status != 200:
         reply.errors.append(reply.body)
@@ -213,7 +214,7 @@ def _read_body(reply: Reply) -> None:
 def judge(reply: Reply, expected: Sequence[str], *, may_be_short: bool = False) -> tuple[str, str | None]:
     """Returns the outcome of a request, and what is wrong with it. expected: the text of each of its prompts.
 
-    A refusal because the queue is full is an answer as well.
+    A refusal because the queue is full counts as an answer.
     """
     found = [reply.texts.get(i, "") for i in range(len(expected))]
     is_beginning = all(text.startswith(part) for part, text in zip(found, expected, strict=True))

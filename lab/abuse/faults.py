@@ -1,8 +1,9 @@
-"""`scripts/faults.py`: what breaks around a server, what its clients see, and how long it takes until all is well.
+"""`scripts/faults.py`: breaks things around a server, and shows what clients see and how long recovery takes.
 
-Kills and halts of processes, stops by strangers, signals, schemas without end, taken ports, cold starts at once, builds
-that die, full or read-only disks, little shared memory, damaged engines. Exits with 1 where a promise was broken. Disks
-and shared memory are mounts in a namespace of the server's own, which needs root; without it those rows say so.
+Covers killed and halted processes, stop requests by strangers, signals, endless schemas, taken ports, concurrent cold
+starts, builds that die, full or read-only disks, little shared memory, damaged engines. Exits with 1 if a promise is
+broken. Disks and shared memory are mounts in a namespace of the server's own, which needs root; without it those rows
+say so.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.processes import is_running
 
-NUM_STREAMS, BEGIN_S = 4, 30.0  # answers under way when something happens
-DRAIN_S = 66.0  # what `faser serve` gives answers in flight, and Triton to end
+NUM_STREAMS, BEGIN_S = 4, 30.0  # answers in flight when a fault happens
+DRAIN_S = 66.0  # the drain time of `faser serve` and Triton's exit time
 REFUSE_S, POLL_S, HANG_S = 60.0, 0.02, 2  # for a server that cannot start to say so; between polls; --hang-timeout
-NUM_SCHEMAS, MAX_WAIT_S = 60, 2.0  # for 16 tokens beside requests with schemas: a fifth of it on an idle machine
+NUM_SCHEMAS, MAX_WAIT_S = 60, 2.0  # for 16 tokens beside requests with schemas, five times what an idle machine takes
 GUIDE = "guided_decoding_guide"
-REQUEST_ID = "1"  # as many a client calls its first request
+REQUEST_ID = "1"  # the first id of many clients
 LONG = {"text_input": PROMPT, "max_tokens": 900, "end_id": -1, "exclude_input_in_output": True, "stream": True}
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing")
 KILLED = (*MODELS, "tritonserver", OPENAI, "faser serve")
 HALTED = ("tensorrt_llm", "ensemble", "preprocessing", "tritonserver", OPENAI)  # by SIGSTOP
-DRAINING = (OPENAI, "faser serve")  # without which the server still answers what is in flight, and then ends
+DRAINING = (OPENAI, "faser serve")  # without these the server answers requests in flight, then ends
 COLUMNS = [
     "fault",
     "what clients saw",
@@ -60,9 +61,9 @@ class Outcome:
     """A row of the table."""
 
     fault: str
-    saw: str = ""  # by the clients
-    then: str = ""  # what became of the server
-    recovery_s: float | None = None  # from the start of a new server to its first right answer
+    saw: str = ""  # observed by clients
+    then: str = ""  # state of the server
+    recovery_s: float | None = None  # from a new server's start to its first right answer
     broken: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, str]:
@@ -77,7 +78,7 @@ def ask_long(client: GrpcClient, on_first: Callable[[], object] = lambda: None) 
 
 
 class Flight:
-    """NUM_STREAMS long answers, all of which have begun once it is there."""
+    """NUM_STREAMS long answers, all of which have begun once it is constructed."""
 
     def __init__(self, served: Served) -> None:
         self._client, begun = GrpcClient(served.url), threading.Semaphore(0)
@@ -95,7 +96,7 @@ class Flight:
         return time.monotonic(), reply
 
     def land(self, outcome: Outcome, *, should_end: bool) -> float:
-        """Waits for every stream and judges it. Returns the seconds until the last had ended.
+        """Waits for every stream and judges it. Returns the seconds until the last one ended.
 
         should_end: with the whole answer; otherwise with an error.
         """
@@ -122,7 +123,7 @@ class Flight:
 
 
 def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome, within_s: float) -> float:
-    """Judges how the server ended: `faser serve` by itself, and nothing of it left. Returns the seconds it took."""
+    """Checks how the server ended: `faser serve` by itself, with no process left. Returns the seconds it took."""
     start_s = time.monotonic()
     while time.monotonic() - start_s < within_s and (
         served.process.poll() is None or any(map(is_running, processes.values()))
@@ -138,7 +139,7 @@ def wait_for_end(served: Served, processes: Mapping[str, int], outcome: Outcome,
 
 
 def kill_process(served: Served, name: str, outcome: Outcome, number: signal.Signals = signal.SIGKILL) -> None:
-    """Sends a signal to one process of a server with answers in flight; the server has ended when it returns."""
+    """Sends a signal to one process of a server with answers in flight, and waits for the server's end."""
     flight, processes = Flight(served), served.processes()
     os.kill(processes[name], number)
     wait_for_end(served, processes, outcome, DRAIN_S if name in DRAINING else END_S)
@@ -148,7 +149,7 @@ def kill_process(served: Served, name: str, outcome: Outcome, number: signal.Sig
 
 
 def stop_as_a_stranger(served: Served, outcome: Outcome) -> None:
-    """Sends a stop request with the id of answers in flight that are not one's own."""
+    """Sends another client's stop request with the ids of answers in flight."""
     flight, refusals = Flight(served), ask_to_stop(served, REQUEST_ID).errors
     flight.land(outcome, should_end=True)
     outcome.then = f"the stranger was answered {refusals[0]!r}" if refusals else "the stranger was obeyed"
@@ -156,7 +157,7 @@ def stop_as_a_stranger(served: Served, outcome: Outcome) -> None:
 
 
 def attack_with_schemas(served: Served, outcome: Outcome, num: int = NUM_SCHEMAS) -> None:
-    """Who sends a hostile schema gets an answer or an error that names its field; a neighbour waits no longer than
+    """Sends hostile schemas. Each gets an answer or an error that names its field; a neighbour waits at most
     MAX_WAIT_S."""
     schemas = [json.dumps(schema) for schema in SCHEMAS.values()]
 
@@ -179,9 +180,9 @@ def attack_with_schemas(served: Served, outcome: Outcome, num: int = NUM_SCHEMAS
 
 # -- faults ----------------------------------------------------------------------------------------------------------
 class Bench:
-    """A folder to break things in, the demo pair's engines, and the answer that they give.
+    """A temporary folder, the demo pair's engines and their expected answer.
 
-    servers: ends those that were started for a fault.
+    servers: ends the servers that a fault started.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -192,8 +193,8 @@ class Bench:
     def launch(
         self, *options: object, cache: str = "", temporary: str = "", tmpfs: str = "", ports: Sequence[int] = ()
     ) -> Served:
-        """A server on its way. cache, temporary: folders of its own for these; in the former it builds the demo pair,
-        or finds it. tmpfs: options of a mount over them, or over /dev/shm, in a namespace of the server's own."""
+        """Starts a server without waiting. cache, temporary: folders of its own; in the cache it builds or finds the
+        demo pair. tmpfs: options of a mount over them, or over /dev/shm, in a namespace of the server's own."""
         at, before, given = Path("/dev/shm"), [], ["--num-threads", 1, "--engine-dir", self.engine_dir, *options]
         if cache or temporary:
             at = self.folder / (cache or temporary)
@@ -208,7 +209,7 @@ class Bench:
         return served
 
     def start(self, *options: object, **where: Any) -> Served:
-        """A server that is ready; arguments as `launch` has them."""
+        """Starts a server and waits until it is ready; arguments as in `launch`."""
         served = self.launch(*options, **where)
         served.wait_ready()
         return served
@@ -224,20 +225,20 @@ class Bench:
             outcome.broken.append("another answer than before")
 
     def recover(self, outcome: Outcome, **where: Any) -> None:
-        """Has a new server answer; how long that takes."""
+        """Measures how long a new server takes to answer."""
         start_s = time.monotonic()
         self.judge(self.start(**where), outcome)
         outcome.recovery_s = time.monotonic() - start_s
 
 
 def refused(served: Served, outcome: Outcome, *words: str) -> None:
-    """Judges a server that should not start: it ends soon, and says why in one line that holds these words."""
+    """Checks that a server which cannot start ends soon, with one log line that holds these words."""
     start_s, status = time.monotonic(), None
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = served.process.wait(REFUSE_S)
     outcome.then = f"status {status} after {time.monotonic() - start_s:.1f} s"
     log = environment.without_paths(served.log_tail()).strip()
-    lines = [line for line in log.splitlines() if not re.match(r" *[0-9.]+ s  ", line)]  # how far the start was
+    lines = [line for line in log.splitlines() if not re.match(r" *[0-9.]+ s  ", line)]  # progress of the start
     outcome.saw = f"no server; {lines[-1][:200]!r}" if lines else "no server, no word"
     outcome.broken += [f"status {status}"] if not status else []
     if len(lines) != 1:
@@ -254,7 +255,7 @@ Run = Callable[[Bench, Outcome], None]
 def kill(name: str, number: signal.Signals) -> Run:
     def run(bench: Bench, outcome: Outcome) -> None:
         served = bench.start("--openai-port", free_ports(1)[0], "--hang-timeout", HANG_S)
-        served.wait_for("ready: ")  # the OpenAI server starts once Triton is ready
+        served.wait_for("ready: ")  # the OpenAI server starts after Triton
         kill_process(served, name, outcome, number)
         bench.recover(outcome, ports=served.ports)
 
@@ -313,7 +314,7 @@ def kill_during_build(bench: Bench, outcome: Outcome) -> None:
 
 
 def full_temporary(bench: Bench, outcome: Outcome) -> None:
-    """The disk of logs and launch files fills up while the server runs."""
+    """Fills the disk of logs and launch files while the server runs."""
     served = bench.start(temporary="full-tmp", tmpfs="size=8m")
     inside = Path(f"/proc/{served.process.pid}/root{bench.folder}/full-tmp")
     with contextlib.suppress(OSError), (inside / "filler").open("wb", buffering=0) as filler:
@@ -342,7 +343,7 @@ def damaged(name: str, harm: Callable[[Path], object]) -> Run:
 
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1  # one bit in the middle
+    content[len(content) // 2] ^= 1  # one flipped bit
     path.write_bytes(content)
 
 
@@ -408,7 +409,7 @@ def tried(name: str, bench: Bench) -> Outcome:
     try:
         with contextlib.ExitStack() as bench.servers:
             fault.run(bench, outcome)
-    except Exception as error:  # the other faults are still worth trying
+    except Exception as error:  # the other faults still run
         reason = f"{type(error).__name__}: {environment.without_paths(str(error))[-500:]}"
         outcome.broken.append(" ".join(reason.split()))
     return outcome
@@ -426,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in args.only:
                 print(name, file=sys.stderr)
                 outcomes.append(tried(name, bench))
-    finally:  # also where it was interrupted
+    finally:  # also after an interrupt
         broken = [f"{outcome.fault}: {line}" for outcome in outcomes for line in outcome.broken]
         status = report([outcome.row() for outcome in outcomes], broken)
     return status

@@ -1,7 +1,7 @@
-"""`scripts/fuzz.py --cases N`: sends requests that are wrong, and asks all the while for an answer that is known.
+"""`scripts/fuzz.py --cases N`: sends malformed requests, and checks a known answer all the while.
 
-Exits with 1 and a line per broken promise: a server that is gone or no longer exact, a request without an answer or
-with two, an error that shows a traceback. `--only NUMBER` sends one case of the seed again.
+Exits with 1 and a line per broken promise: a server that is gone or no longer exact, a request without exactly one
+answer, an error with a traceback. `--only NUMBER` sends one case of the seed again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, repor
 from faser_backend.lab.checks.options import make_parser
 
 NUM_CLIENTS = 4
-MODES = ("--decoupled", "--no-decoupled")  # streams, and unary calls
+MODES = ("--decoupled", "--no-decoupled")  # streams, unary calls
 USUAL_ASKS = 40
-END_S = 10.0  # of a server that is going, to say why
+END_S = 10.0  # for a server that is ending to log why
 MAX_SHOWN = 200  # characters of an answer that breaks a promise
 TRACES = ("Traceback (most recent call last)", 'File "/')
 LIMITS = {"inflight_batcher": "max_tokens", "llmapi": "sampling_param_max_tokens"}
@@ -35,11 +35,11 @@ LIMITS = {"inflight_batcher": "max_tokens", "llmapi": "sampling_param_max_tokens
 
 @dataclass
 class Fuzzed:
-    """Outcome of a run of cases against a server. Waits in seconds."""
+    """The outcome of a run of cases against a server. Waits are in seconds."""
 
-    server: str  # its contract and mode
+    server: str  # contract and mode
     num_cases: int = 0
-    num_answered: int = 0  # by other than an error
+    num_answered: int = 0  # without an error
     seconds: float = 0.0
     usual: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
@@ -66,8 +66,8 @@ class Fuzzed:
 
 
 def send(case: Case, client: GrpcClient, http_port: int) -> tuple[Reply, str | None]:
-    """The reply, and what is wrong with how the case was answered. A request that Triton refuses to read, and a
-    connection that it then closes, are answers as well."""
+    """Returns the reply, and what is wrong with it. A request that Triton refuses to read, and a connection that it
+    then closes, count as answers."""
     is_http = case.request is None
     if is_http:
         reply = ask_http(http_port, case.path, case.body, headers=case.headers, method=case.method)
@@ -86,7 +86,7 @@ def broken_promise(reply: Reply, *, is_http: bool) -> str | None:
 
 
 def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: Iterable[int], name: str = "") -> Fuzzed:
-    """Sends the case of every number, NUM_CLIENTS at a time, until all are sent or the server is gone."""
+    """Sends the cases, NUM_CLIENTS at a time, until all are sent or the server is gone."""
     outcome, lock, todo, asker = Fuzzed(name), threading.Lock(), iter(numbers), GrpcClient(served.url)
     target = TARGETS[contract][0]
     request = make_request(target.model, {**target.values, LIMITS[contract]: 16}, has_batch=target.has_batch)
@@ -102,7 +102,7 @@ def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: It
     def work(_: int) -> None:
         nonlocal is_dead
         client = GrpcClient(served.url)
-        for number in todo:  # which all threads share
+        for number in todo:  # shared by all threads
             if is_dead:
                 break
             case = make(number)
@@ -127,7 +127,7 @@ def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: It
 
 
 def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
-    """Yields the faults of the server once all cases are sent, and of the neighbour's answers meanwhile."""
+    """Yields the server's faults after all cases, and those of the neighbour's answers meanwhile."""
     if served.is_ready():
         num_used = served.blocks_in_use_when_quiet(TIMEOUT_S)
         if num_used:
@@ -135,7 +135,7 @@ def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
         neighbour.ask_once()
     else:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            served.process.wait(END_S)  # and say why
+            served.process.wait(END_S)  # so that its log is complete
         yield f"the server is not ready; its log ends with:\n{served.last_words()}"
     yield from neighbour.wrong
 

@@ -1,6 +1,6 @@
-"""`scripts/fuzz.py --openai`: bodies that are costly to read, and half-sent heads, for the OpenAI server.
+"""`scripts/fuzz.py --openai`: bodies that are costly to parse, and unfinished heads, for the OpenAI server.
 
-Measures how long another client waits meanwhile, and the server's memory. Knows HTTP and the server's process.
+Measures another client's longest wait meanwhile, and the server's memory.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _ARGUMENTS = _CALLS + '{"id":"1","function":{"name":"f","arguments":"['
 _SCHEMA = _CHAT + '"response_format":{"type":"json_schema","json_schema":{"schema":'
 _PARTS = {"role": "user", "content": [{"type": "text", "text": "x"}] * 2}
 _NAMES = ",".join(f'"p{index}"' for index in range(25_000))
-# By name: the path; the body's begin, a unit that is repeated up to the limit (units differ where their number stands
-# at %d), and its end; or a whole body.
+# By name: the path; a body's beginning, a unit repeated up to the limit (units differ by their number at %d), and its
+# end; or a whole body.
 BODIES: dict[str, tuple[str, ...]] = {
     "ids, then a text": (COMPLETIONS, '{"prompt":[', "1,", '"a"]}'),
     "too many ids": (COMPLETIONS, '{"prompt":[', "1,", "1]}"),
@@ -75,11 +75,11 @@ BODIES: dict[str, tuple[str, ...]] = {
     "just enough messages": (CHAT, json.dumps({"messages": [_PARTS] * 4096})),
     "just enough names": (CHAT, f'{_SCHEMA}{{"enum":[{_NAMES}]}}}}}}}}'),
 }
-SIDE_BY_SIDE = ("ids, then a text", "just enough ids")  # sent NUM_SENDERS times at once, too
+SIDE_BY_SIDE = ("ids, then a text", "just enough ids")  # also sent NUM_SENDERS times at once
 NUM_HALF_SENT, NUM_SENDERS = 3000, 8
-LIMIT_MS, LIMIT_MB = 100.0, 100.0  # what a body may cost others, beside their usual wait, and in memory
-FLOOD_MS = 10_000.0  # of many connections: where too many wait to be accepted, the kernel tries again after 1 s and 3 s
-TRIES = 3  # of an attack beyond LIMIT_MS: of a machine that others use, the shortest of the longest waits counts
+LIMIT_MS, LIMIT_MB = 100.0, 100.0  # allowed wait of others beyond the usual, and memory, per body
+FLOOD_MS = 10_000.0  # for many connections: where too many wait, the kernel retries after 1 s and 3 s
+TRIES = 3  # of an attack beyond LIMIT_MS: on a shared machine the shortest of the longest waits counts
 TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 
@@ -95,20 +95,20 @@ def body_of(name: str) -> bytes:
 
 
 def head_of(path: str, headers: dict[str, str]) -> bytes:
-    """Returns the head of a POST, as it goes over the wire."""
+    """Returns the head of a POST as sent."""
     lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", *(f"{name}: {value}" for name, value in headers.items())]
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """An attack's answer, and what it did to others and to the server's memory."""
+    """An attack's answer, and its effect on other clients and on the server's memory."""
 
     attack: str
     reply: Reply
-    longest_wait_ms: float  # of a client that asks for the list of models
+    longest_wait_ms: float  # of a client that requests the list of models
     growth_mb: float
-    processor_s: float  # that the server took, for the other client too
+    processor_s: float  # CPU time of the server, for the other client too
 
     def row(self) -> dict[str, object]:
         return {
@@ -129,8 +129,8 @@ class Seen:
 
 
 def measured(port: int, pid: int, name: str, act: Callable[[], Reply]) -> Seen:
-    """Runs an attack, and measures what it costs the server and another client."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5")  # forgets the peak
+    """Runs an attack, and measures its cost for the server and another client."""
+    Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
     before_mib, before_s = memory_mib(pid), cpu_seconds(pid)
     with Neighbour(lambda: ask_http(port, "/v1/models")) as neighbour:
         time.sleep(5 * PAUSE_S)
@@ -141,7 +141,7 @@ def measured(port: int, pid: int, name: str, act: Callable[[], Reply]) -> Seen:
 
 
 def send_body(port: int, pid: int, name: str, num_senders: int = 1) -> Seen:
-    """num_senders: clients that send it at once."""
+    """Sends a body from num_senders clients at once."""
     path, body = BODIES[name][0], body_of(name)
 
     def act() -> Reply:
@@ -153,7 +153,7 @@ def send_body(port: int, pid: int, name: str, num_senders: int = 1) -> Seen:
 
 
 def send_chunks(port: int, pid: int) -> Seen:
-    """A body in chunks of a byte."""
+    """Sends a body in chunks of one byte."""
 
     def act() -> Reply:
         with socket.create_connection(("127.0.0.1", port), timeout=TIMEOUT_S) as connection:
@@ -166,7 +166,7 @@ def send_chunks(port: int, pid: int) -> Seen:
 
 
 def send_half(port: int, pid: int) -> Seen:
-    """Heads that never end, and how many of their connections are left."""
+    """Sends heads that never end. Reports how many of their connections remain."""
     most, num_open = min(NUM_HALF_SENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 200), 0
 
     def act() -> Reply:
@@ -184,7 +184,7 @@ def send_half(port: int, pid: int) -> Seen:
 
 
 def attack(act: Callable[[], Seen], usual_ms: float) -> Seen:
-    """The best of a few tries; the most memory of them."""
+    """Returns the best of a few tries, with the highest memory of all."""
     tries = [act()]
     while len(tries) < TRIES and tries[-1].longest_wait_ms > usual_ms + LIMIT_MS:
         tries.append(act())
@@ -193,7 +193,7 @@ def attack(act: Callable[[], Seen], usual_ms: float) -> Seen:
 
 
 def run(serve_options: Sequence[object]) -> int:
-    """Attacks a server of its own. Returns 1 where a promise was broken."""
+    """Attacks a new server. Returns 1 if a promise is broken."""
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory(prefix="faser-fuzz-") as folder:
         template = Path(folder) / "template.jinja"

@@ -1,7 +1,4 @@
-"""A real `faser serve` to be abused: started, examined through /proc, judged and ended; and the report of a script.
-
-Knows the command line of the product, its metrics, and what the kernel says of its processes.
-"""
+"""A real `faser serve` under abuse: started, inspected through /proc, judged and ended; and a script's report."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ _SPECULATION = "nv_trt_llm_speculative_decoding_metrics"
 
 
 class Usage(NamedTuple):
-    """Threads, handles and memory that one process holds."""
+    """The threads, handles and memory of one process."""
 
     threads: float
     handles: float
@@ -36,13 +33,14 @@ class Usage(NamedTuple):
 
 
 def memory_mib(pid: int, line: str = "VmRSS") -> float:
-    """VmRSS, or VmHWM: the most since `clear_refs` was told 5. Raises OSError or StopIteration where it has ended."""
+    """Reads VmRSS, or VmHWM: the peak since 5 was written to `clear_refs`. Raises OSError or StopIteration after its
+    end."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
 
 
 def usage(pid: int) -> Usage | None:
-    """None where it has ended."""
+    """Returns a process's usage, or None after its end."""
     try:
         num_threads, num_handles = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("task", "fd"))
         return Usage(num_threads, num_handles, memory_mib(pid))
@@ -51,7 +49,7 @@ def usage(pid: int) -> Usage | None:
 
 
 def process_name(pid: int) -> str:
-    """The model of a model's process, else the program and its first word."""
+    """Returns the model of a model's process, otherwise the program and its first word."""
     words = arguments(pid)
     if words and words[0].endswith(_STUB):
         return Path(words[1]).parts[-3]
@@ -62,10 +60,10 @@ def process_name(pid: int) -> str:
 
 
 class Served(Server):
-    """`faser serve OPTIONS`, with what can be learned of it from outside."""
+    """A running `faser serve OPTIONS`, inspected from outside."""
 
     def processes(self) -> dict[str, int]:
-        """Every process of the server by name, `faser serve` first."""
+        """Returns every process of the server by name, `faser serve` first."""
         found, below = {"faser serve": self.process.pid}, children(self.process.pid)
         while below:
             found |= {process_name(pid): pid for pid in below}
@@ -73,11 +71,11 @@ class Served(Server):
         return found
 
     def last_words(self) -> str:
-        """The last lines of the log, without Triton's tables."""
+        """Returns the last lines of the log, without Triton's tables."""
         return "\n".join([line for line in self.log_tail().splitlines() if line and line[0] not in "|+ "][-8:])
 
     def wait_for(self, words: str) -> None:
-        """Until the log holds these words."""
+        """Waits until the log holds these words."""
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while words not in self.log_tail() and time.monotonic() < deadline_s:
             time.sleep(0.02)
@@ -88,7 +86,7 @@ class Served(Server):
         return False
 
     def metric(self, family: str, value: str) -> float:
-        """The gauge of `family` whose label holds `value`. Raises LookupError."""
+        """Returns the gauge of `family` whose label holds `value`. Raises LookupError."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as response:
             for line in response.read().decode().splitlines():
                 if line.startswith(f"{family}{{") and f'="{value}"' in line:
@@ -97,11 +95,11 @@ class Served(Server):
 
     @property
     def num_preemptions(self) -> int:
-        """Since the server's start."""
+        """Returns preemptions since the server's start."""
         return int(self.metric(_SPECULATION, "preemptions"))
 
     def blocks_in_use_when_quiet(self, timeout_s: float) -> float:
-        """Waits until no request is active. Returns the KV blocks that are then still in use; waits for 0."""
+        """Waits until no request is active and no KV block in use. Returns the blocks still in use."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             num_used = self.metric(_BLOCKS, "used")
@@ -110,14 +108,14 @@ class Served(Server):
             time.sleep(0.1)
 
     def end(self) -> list[str]:
-        """Stops the server. Returns the names of processes that outlived it, which are then killed."""
+        """Stops the server. Returns the names of processes that outlived it and were killed."""
         known = self.processes() if self.process.poll() is None else {}
         self.stop()
         return kill_leftovers(known)
 
 
 def kill_leftovers(processes: Mapping[str, int], wait_s: float = 3.0) -> list[str]:
-    """Names of those of a server that has ended which still run wait_s later; they are killed."""
+    """Kills processes of an ended server that still run after wait_s. Returns their names."""
     deadline_s = time.monotonic() + wait_s
     while any(map(is_running, processes.values())) and time.monotonic() < deadline_s:
         time.sleep(0.05)
@@ -130,7 +128,7 @@ def kill_leftovers(processes: Mapping[str, int], wait_s: float = 3.0) -> list[st
 
 @contextlib.contextmanager
 def serving(*options: object) -> Iterator[Served]:
-    """A server that is ready; ended with the block. Raises RuntimeError if it does not come up."""
+    """Yields a ready server and ends it after the block. Raises RuntimeError if it does not start."""
     with tempfile.TemporaryDirectory(prefix="faser-abuse-") as folder:
         served = Served([*map(str, options)], Path(folder) / "log")
         try:
@@ -141,7 +139,7 @@ def serving(*options: object) -> Iterator[Served]:
 
 
 def end_servers_on_sigterm() -> None:
-    """A script that is told to end leaves no server behind: its context managers are left as with Ctrl-C."""
+    """Turns SIGTERM into an interrupt, so that context managers end the servers."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 

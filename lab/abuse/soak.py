@@ -1,8 +1,8 @@
-"""`scripts/soak.py --minutes N`: mixed traffic over gRPC and HTTP, with clients that leave, make mistakes and overflow.
+"""`scripts/soak.py --minutes N`: mixed traffic over gRPC and HTTP, with clients that leave, err and overflow the queue.
 
-A quiet server first answers every job by itself; afterwards each answer is compared with that: whole, or its beginning
-where the client or a stop request ended it early. The traffic pauses now and then, so that what is still held then can
-be counted. Exits with 1 and a line per broken promise.
+A quiet server first answers every job alone; each later answer must equal that, or its beginning if the client or a
+stop request ended it early. Traffic pauses now and then to count resources still held. Exits with 1 and a line per
+broken promise.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import is_running
 
 NUM_CLIENTS = 8
-# Blocks for one context of the demo pair: what twelve sequences need together is more, so that some are preempted. The
-# queue is small, so that it overflows.
+# Blocks for one context of the demo pair: twelve sequences need more, so some are preempted. The queue is small, so
+# that it overflows.
 SERVE_OPTIONS = (
     *("--num-threads", 1, "--max-num-seqs", 12, "--max-queue-size", 8, "--num-kv-blocks", 64),
     *("--policy", "fixed:4"),
 )
-NUM_BURST = 28  # requests at once: more than run and wait
+NUM_BURST = 28  # simultaneous requests: more than run and wait
 HALF_OPEN_S = 0.5
-QUIET_S = 60.0  # within which requests of clients that left have ended
-WARM_UP = 0.25  # of the samples, that slopes leave out: buffers and pools still grow to their size
-MAX_GROWTH = Usage(threads=8, handles=16, resident_mib=48.0)  # of a process, over all samples but those
+QUIET_S = 60.0  # within which requests of clients that left must end
+WARM_UP = 0.25  # share of samples ignored by slopes: buffers and pools still grow
+MAX_GROWTH = Usage(threads=8, handles=16, resident_mib=48.0)  # of a process, after the warm-up
 NUM_FUZZ = 10**9
 
 # -- traffic ---------------------------------------------------------------------------------------------------------
@@ -53,7 +53,7 @@ _PROMPTS = (
 _GUIDES = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-z]{4,12}( = [0-9]{1,3})?"}
 _GREEDY = {"exclude_input_in_output": True}
 _SAMPLED = _GREEDY | {"temperature": 1.0, "top_p": 1.0}
-# The end id is no token, so that the lengths are fixed; what a grammar ends, ends. The last one is of token ids.
+# The end id is no token, so lengths are fixed except by a grammar. The last job sends token ids.
 JOBS: tuple[dict[str, Any], ...] = (
     *(
         {"text_input": prompt, "max_tokens": (16, 40, 160)[i % 3], "end_id": -1, "seed": i}
@@ -63,12 +63,12 @@ JOBS: tuple[dict[str, Any], ...] = (
     *({"text_input": prompt, "max_tokens": 24, "seed": i} | _SAMPLED | _GUIDES for i, prompt in enumerate(_PROMPTS)),
     {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 40, "end_id": -1, "seed": 7, "streaming": True},
 )
-NUM_PLAIN, NUM_TEXTS = 3 * len(_PROMPTS), len(JOBS) - 1  # the former: without a grammar, greedy and sampled in turn
-Done = tuple[list[str], list[str]]  # what happened, and what should not have
+NUM_PLAIN, NUM_TEXTS = 3 * len(_PROMPTS), len(JOBS) - 1  # the former: without a grammar, greedy and sampled alternately
+Done = tuple[list[str], list[str]]  # what happened, and what was wrong
 
 
 def ask_alone(client: GrpcClient) -> list[str]:
-    """The answers of a quiet server to each of JOBS. Raises RuntimeError where one is missing."""
+    """Returns a quiet server's answer to each of JOBS. Raises RuntimeError if one is missing."""
     models = ["ensemble"] * NUM_TEXTS + ["tensorrt_llm"]
     replies = [client.ask(make_request(model, job)) for model, job in zip(models, JOBS, strict=True)]
     for reply in replies:
@@ -78,7 +78,7 @@ def ask_alone(client: GrpcClient) -> list[str]:
 
 
 class Client:
-    """One client, with a connection of its own and its own luck.
+    """One client with its own connection and random generator.
 
     leaves_late: closes connections between an answer's last response and its end.
     """
@@ -92,7 +92,7 @@ class Client:
         self._num_acts = 0
 
     def act(self) -> Done:
-        """Does one thing, whole: everything once, then by chance."""
+        """Performs one action: each once, then at random."""
         names, weights = list(ACTIONS), np.array([weight for weight, _ in ACTIONS.values()], float)
         name = str(self.rng.choice(names, p=weights / weights.sum()))
         if self._num_acts < len(names):
@@ -121,7 +121,7 @@ class Client:
         return self._judged(self.grpc.ask(self._request(jobs, {"stream": bool(self.rng.integers(2))})), jobs)
 
     def disconnect(self) -> Done:
-        """Closes the connection while a long answer is under way: that the server lives through it is all."""
+        """Closes the connection during a long answer; the server must survive."""
         jobs, client = [int(self.rng.integers(NUM_TEXTS))], GrpcClient(self._served.url)
         # Triton refuses the undeclared tensor, and keeps the connection of a client that leaves right after that.
         asked = {"input_lengths": 1} if self._leaves_late else {"max_tokens": 300, "stream": True}
@@ -136,20 +136,20 @@ class Client:
         return self._judged(ask_http(self._served.ports[0], path, body, leave_after=leave_after), [job])
 
     def half_open(self) -> Done:
-        """Announces a body that never comes."""
+        """Announces a body that is never sent."""
         with socket.create_connection(("127.0.0.1", self._served.ports[0]), HALF_OPEN_S) as connection:
             connection.sendall(b"POST /v2/models/ensemble/generate HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
             time.sleep(HALF_OPEN_S)
         return ["left"], []
 
     def malformed(self) -> Done:
-        """A case of `fuzz`."""
+        """Sends a case of `fuzz`."""
         case = make_case(self._number, int(self.rng.integers(NUM_FUZZ)), "inflight_batcher")
         reply, wrong = send(case, self.grpc, self._served.ports[0])
         return ["refused" if reply.errors else "answered"], [f"{case.label}: {wrong}"] if wrong else []
 
     def stop(self) -> Done:
-        """A long answer, ended early by a stop request of another model once it has begun."""
+        """Starts a long answer and ends it early by a stop request through another model."""
         jobs, request_id = [int(self.rng.integers(NUM_PLAIN))], f"client {self._number} request {self._num_acts}"
         request = self._request(jobs, {"stream": True}, request_id)
         with ThreadPoolExecutor(1) as pool:
@@ -163,7 +163,7 @@ class Client:
         return done, broken
 
     def overflow(self) -> Done:
-        """More requests at once than run and wait: some are refused, and the rest are served."""
+        """Sends more requests at once than run and wait: some are refused, the rest are served."""
         jobs = [int(self.rng.integers(NUM_TEXTS))]
         request = self._request(jobs, {"stream": True})
         with ThreadPoolExecutor(NUM_BURST) as pool:
@@ -172,7 +172,7 @@ class Client:
 
 
 def ask_to_stop(served: Served, request_id: str) -> Reply:
-    """Asks from a connection of its own that the request of this id ends."""
+    """Sends a stop request for this id from a new connection."""
     client = GrpcClient(served.url)
     ids = {"input_ids": 1, "input_lengths": 1, "request_output_len": 1, "stop": True}
     reply = client.ask(make_request("tensorrt_llm", ids, request_id=request_id))
@@ -180,7 +180,7 @@ def ask_to_stop(served: Served, request_id: str) -> Reply:
     return reply
 
 
-ACTIONS: dict[str, tuple[int, Callable[[Client], Done]]] = {  # by name: how often, and what
+ACTIONS: dict[str, tuple[int, Callable[[Client], Done]]] = {  # by name: frequency, action
     "stream": (24, Client.text),
     "unary": (16, lambda client: client.text(stream=False)),
     "tokens": (8, Client.tokens),
@@ -199,7 +199,7 @@ ACTIONS: dict[str, tuple[int, Callable[[Client], Done]]] = {  # by name: how oft
 # -- what is still held ----------------------------------------------------------------------------------------------
 @dataclass
 class Sample:
-    """Resources that the server held while nobody asked for anything."""
+    """The resources that the server holds while there is no traffic."""
 
     minutes: float  # since the traffic began
     blocks: float
@@ -208,7 +208,7 @@ class Sample:
 
 @dataclass
 class Soak:
-    """Outcome of a run against a server."""
+    """The outcome of a run against a server."""
 
     num_done: Counter[str] = field(default_factory=Counter)  # by action and outcome
     broken: list[str] = field(default_factory=list)
@@ -217,7 +217,7 @@ class Soak:
 
 
 def soak(served: Served, seconds: float, num_pauses: int, seed: int, *, leaves_late: bool = False) -> Soak:
-    """Traffic for so many seconds in all, with pauses in which samples are taken. leaves_late: of Client."""
+    """Generates traffic for this many seconds, with pauses in which samples are taken. leaves_late: see Client."""
     result, lock, alone = Soak(), threading.Lock(), GrpcClient(served.url)
     start_s, expected, before = time.monotonic(), ask_alone(alone), served.processes()
     clients = [Client(served, expected, seed, number, leaves_late=leaves_late) for number in range(NUM_CLIENTS)]
@@ -262,7 +262,7 @@ def sample(served: Served, before: Mapping[str, int], samples: list[Sample], sta
 
 
 def slopes(samples: Sequence[Sample]) -> dict[str, Usage]:
-    """Returns the growth per minute of each process that was there all the time, by a line of least squares."""
+    """Returns the growth per minute of each process that ran all the time, by least squares."""
     if len(samples) < 2:
         return {}
     minutes = [each.minutes for each in samples]
@@ -271,8 +271,8 @@ def slopes(samples: Sequence[Sample]) -> dict[str, Usage]:
 
 
 def growth(samples: Sequence[Sample]) -> list[str]:
-    """Broken promises: a process gained more than noise, and went on gaining: not in one step, as a buffer does that
-    has grown to the largest request."""
+    """Returns broken promises: processes that gained more than noise, repeatedly. A single step is allowed, as a buffer
+    grows once to the largest request."""
     warm = samples[int(len(samples) * WARM_UP) :]
     parts = np.array_split(np.arange(len(warm)), max(1, min(3, len(warm) // 2)))
     found = [slopes([warm[i] for i in part]) for part in (np.arange(len(warm)), *parts)]

@@ -1,7 +1,7 @@
-"""Proves on a GPU what cannot be proven without one: one command, in eight minutes, no network, nothing installed.
+"""Checks on a GPU what cannot be checked without one: one command, eight minutes, no network, nothing installed.
 
-Every part runs in a child process with a limit and is written down when it ends: what crashes, hangs or runs out of
-time takes nothing else with it. docs/gpu-check.md says what each part shows.
+Every part runs in a child process with a limit and is recorded when it ends, so that a crash or a hang loses nothing
+else. docs/gpu-check.md describes what each part shows.
 
     python scripts/gpu_check.py                                   # everything, into benchmarks/results
     python scripts/gpu_check.py --parts kernels,bandwidth

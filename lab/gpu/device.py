@@ -1,4 +1,4 @@
-"""Says what the device is and which runtimes load here."""
+"""Reports the device's properties and the runtimes that load here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODULES = (
 
 
 def device(context: Context) -> Result:
-    """Modules that import, the device's properties, and a kernel of the Triton language that runs."""
+    """Returns the modules that import, the device's properties, and whether a Triton-language kernel runs."""
     found: Result = {"modules": {name: _outcome(lambda name=name: _version(name)) for name in MODULES}}
     context.save(found)
     if context.is_cuda:
@@ -37,13 +37,13 @@ def device(context: Context) -> Result:
 
 
 def _version(name: str) -> str:
-    if name in FLAVOURS:  # as `faser doctor` asks for it: it goes by several names
+    if name in FLAVOURS:  # installed under several names, as for `faser doctor`
         return import_tensorrt(FLAVOURS[name]).version
     return str(getattr(import_module(name), "__version__", "imported"))
 
 
 def _outcome(work: Callable[[], Any]) -> str:
-    """Its result, or its error in a line."""
+    """Returns the result of `work`, or its error in a line."""
     try:
         return str(work())
     except Exception as error:
@@ -68,7 +68,7 @@ def _properties() -> dict[str, Any]:
 
 
 def _run_kernel() -> str:
-    """The row compaction kernel, the smallest of ours."""
+    """Runs the row compaction kernel, the smallest one."""
     import torch
 
     from faser_backend.plugins.row_compaction import compact_rows

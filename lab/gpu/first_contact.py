@@ -1,7 +1,8 @@
-"""First of all on a GPU: does what serves keep the rules of captures, and what does a replayed step take?
+"""The first part on a GPU: checks that serving keeps the rules of captures, and times replayed steps.
 
-Three minutes at most. A capture that fails beside good ones, more shapes than graphs, an engine behind its loop with a
-first prompt of 1,000 tokens, phases that overlap: each is a check with a word, so that one that fails hides no other.
+Takes at most three minutes. It covers a capture that fails beside good ones, more shapes than graphs, an engine in its
+loop with a first prompt of 1,000 tokens, and overlapping phases. Each check has its own result, so that a failure hides
+no other.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ STEP_ROWS = (1, 8, 64)
 
 
 def run(context: Context) -> Result:
-    """Checks by name, `ok` or an error's first line; what engines said of their graphs; step times and their floors."""
+    """Returns checks by name (`ok`, or an error's first line), what engines logged of their graphs, and step times with
+    their lower bounds."""
     checked_device(context)
     found: Result = {"checks": [], "engines": [], "steps": []}
     with tempfile.TemporaryDirectory(prefix="faser-contact-") as folder, ExitStack() as stack:
@@ -56,7 +58,7 @@ def run(context: Context) -> Result:
         target, dtype, head_dir = DEMO_PAIR / "target", DTYPE[context.device], Path(folder, "engine-of-head")
         build = partial(build_engines, target, runtime="torch", dtype=dtype)
         check("engine built", lambda: build(DEMO_PAIR / "draft", engine_dir))
-        # Nobody trained the head, which shares the target's embedding.
+        # The head is untrained and shares the target's embedding.
         head = write_untrained_head(target, Path(folder, "head"), context.seed)
         check("engine with a draft head built", lambda: build(head, head_dir))
         answers: dict[str, dict[str, list[int]]] = {}
@@ -69,7 +71,7 @@ def run(context: Context) -> Result:
 
 
 def _failed_capture() -> None:
-    """The host waits under capture, as a mistake would: that call runs without a graph, the next has one."""
+    """Makes the host wait under capture, as a mistake would: that call runs without a graph, the next one with one."""
     import torch
 
     from faser_backend.core.graph_counts import GraphCounts
@@ -97,7 +99,7 @@ def _failed_capture() -> None:
 
 
 def _many_shapes() -> None:
-    """Shapes past the last graph come and go; every graph gives the same numbers as before."""
+    """Runs shapes past the last graph, repeatedly. Every graph must give the same numbers as before."""
     import torch
 
     from faser_backend.core.graph_counts import GraphCounts
@@ -139,7 +141,7 @@ def _configs(context: Context) -> dict[str, EngineConfig]:
 
 
 class _Silent:
-    """Where an engine's metrics go."""
+    """An observer that discards an engine's metrics."""
 
     def report(self, metrics: Any) -> None: ...
     def observe(self, output: Any, num_output_tokens: int) -> None: ...
@@ -148,7 +150,7 @@ class _Silent:
 def _serve(
     engine_dir: Path, name: str, config: EngineConfig, answers: dict[str, dict[str, list[int]]], found: Result
 ) -> None:
-    """The long prompt alone, then four at once, on the thread that serves."""
+    """Serves the long prompt alone, then four at once, on the serving thread."""
     start = time.monotonic()
     reporter: Any = _Silent()
     with closing(EngineHost(ServingOptions(engine_dir=engine_dir), config, reporter)) as host:
@@ -192,7 +194,7 @@ def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
 
 
 def _compare(answers: dict[str, dict[str, list[int]]], *, exact: bool) -> None:
-    """Compares a GPU's first tokens alone, in half precision: later ones may part at near-ties."""
+    """Compares only the first tokens in half precision, as later ones may part at near-ties."""
     count = NUM_ANSWER_TOKENS if exact else 1
     serial = answers["serial"]
     for name, written in answers.items():
@@ -201,7 +203,7 @@ def _compare(answers: dict[str, dict[str, list[int]]], *, exact: bool) -> None:
 
 
 def _time_steps(context: Context, stack: ExitStack, found: Result) -> None:
-    """Replayed calls of an 8B target and its draft, beside the time that reading their weights once takes."""
+    """Times replayed calls of an 8B target and its draft, beside the time of reading their weights once."""
     from faser_backend.core.batch import RowBatch
 
     runtime, models = opened_pair(context, TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"], stack)

@@ -1,8 +1,8 @@
-"""Runs the parts of a check one after another, each in a child process of its own that can be killed.
+"""Runs the parts of a check one after another, each in a child process that can be killed.
 
-A part that raises, hangs or takes its process down is recorded and costs nobody else anything, and leaves nothing on
-the device. Whatever it has saved by then is kept. Knows nothing of GPUs or of what parts measure. The child is this
-module as a program: it runs one part and leaves its result in a file; all that is printed goes to standard error.
+A part that raises, hangs or kills its process is recorded and leaves nothing on the device; what it had saved is kept.
+The child is this module as a program: it runs one part and leaves the result in a file. All that is printed goes to
+standard error.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any
 from faser_backend.lab.places import ROOT
 
 SOFT_SHARE = 0.85  # of its limit, after which a part should stop by itself; at the limit it is killed
-LEAST_SHARE = 0.25  # of its limit, below which a part is not begun
-LEAST_LIMIT_S = 20.0  # however small the budget: importing the libraries takes seconds
+LEAST_SHARE = 0.25  # of its limit, below which a part is not started
+LEAST_LIMIT_S = 20.0  # for any budget: importing the libraries takes seconds
 EXIT_S = 15.0
 LAST_LINES = 12  # of a traceback, in the results
 
@@ -35,9 +35,9 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """run: "module:function", called in the child with a Context; it returns a dict for JSON.
+    """A part of a check. run: "module:function", called in the child with a Context; it returns a dict for JSON.
 
-    limit_s: of a run with the full budget. needs_gpu: without one the part is not run.
+    limit_s: with the full budget. needs_gpu: without a GPU the part is skipped.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The options of every part."""
+    """The options that every part is given."""
 
     device: str = "cuda"
     is_tiny: bool = False
@@ -60,8 +60,8 @@ class Setting:
 class Context(Setting):
     """The argument of a part."""
 
-    end_s: float = float("inf")  # of the monotonic clock: a part should stop by then
-    save: Callable[[Result], None] = lambda result: None  # what is known so far, should the part not end
+    end_s: float = float("inf")  # of the monotonic clock, by which a part should stop
+    save: Callable[[Result], None] = lambda result: None  # keeps a partial result in case the part does not end
 
     @property
     def is_cuda(self) -> bool:
@@ -74,7 +74,7 @@ class Context(Setting):
 
 @dataclass(slots=True)
 class Outcome:
-    """status: done, failed, timed out, died, skipped."""
+    """The outcome of a part. status: done, failed, timed out, died, skipped."""
 
     title: str
     status: str
@@ -87,8 +87,8 @@ class Outcome:
 def run_parts(
     parts: Sequence[Part], setting: Setting, budget_s: float, scale: float, record: Callable[[str, Outcome], None]
 ) -> None:
-    """Runs all parts, in order, within budget_s; `record` gets every outcome. scale: of the parts' limits. Leaves no
-    child behind, whatever happens."""
+    """Runs all parts in order within budget_s; `record` gets every outcome. scale: of the parts' limits. Ends every
+    child, whatever happens."""
     end_s = time.monotonic() + budget_s
     for part in parts:
         record(part.name, _run(part, setting, scale, end_s))
@@ -117,7 +117,7 @@ def _run(part: Part, setting: Setting, scale: float, end_s: float) -> Outcome:
 
 
 def _run_child(job: dict[str, Any], limit_s: float) -> int | None:
-    """Its exit code, None where it had to be killed; it has ended when this returns."""
+    """Runs a child to its end. Returns its exit code, or None if it had to be killed."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     # More hardware queues than streams, so that no stream waits behind another's; read when CUDA starts.
     environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -129,10 +129,10 @@ def _run_child(job: dict[str, Any], limit_s: float) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(limit_s)
         return None
-    finally:  # it, and whatever it started
+    finally:  # the child and its own children
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver cannot even be killed
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process that hangs in the driver cannot be killed
             child.wait(EXIT_S)
 
 
@@ -141,8 +141,8 @@ def main() -> None:
     found = Path(job["found"])
 
     def leave(status: str, result: Result, error: str = "") -> None:
-        """Numbers of numpy become plain ones; anything else that JSON cannot hold is an error of the part. The rename
-        makes the file appear whole."""
+        """Writes the result file. numpy's numbers become plain ones; other values that JSON cannot hold are the part's
+        error. The rename makes the file appear complete."""
         partial = found.with_suffix(".partial")
         content = {"status": status, "result": result, "error": error}
         partial.write_text(json.dumps(content, default=lambda value: value.item()))

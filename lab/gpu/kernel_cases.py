@@ -1,6 +1,6 @@
-"""Random ragged calls of the attention kernel, for the check of a GPU and for tests.
+"""Random ragged calls of the attention kernel, for the GPU check and for tests.
 
-Whatever a call may not read holds NaN: slots that were never written, blocks of nobody, padding rows.
+All that a call must not read is NaN: KV positions never written, blocks of no sequence, padding rows.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 NAN = float("nan")
-SENTINEL = 77.0  # in `out` before a call; rows of nobody keep it
+SENTINEL = 77.0  # in `out` before a call; rows of no sequence keep it
 
 
 class Call(NamedTuple):
@@ -33,7 +33,7 @@ class Call(NamedTuple):
         return Call(*(tensor.to(device) for tensor in self))
 
     def with_own_results(self) -> Call:
-        """The same inputs; pools and `out` of its own."""
+        """Returns the same inputs with pools and `out` of its own."""
         return self._replace(k_pool=self.k_pool.clone(), v_pool=self.v_pool.clone(), out=self.out.clone())
 
 
@@ -47,12 +47,12 @@ class Shape:
     kv_block_size: int = 8
     dtype: torch.dtype = torch.float32
     num_padding_rows: int = 0
-    pruned_writes: float = 0.0  # share of rows whose slot is -1
+    pruned_writes: float = 0.0  # share of rows whose KV slot is -1
     is_fused: bool = False  # q, k_new and v_new are slices of one tensor
 
 
 def make_call(shape: Shape, seed: int) -> Call:
-    """Draws the tensors of a call; everything that it may not read is NaN."""
+    """Draws the tensors of a call. Everything that it must not read is NaN."""
     rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     hd, bs, num_kv = shape.head_dim, shape.kv_block_size, shape.num_kv_heads
@@ -90,7 +90,7 @@ def make_call(shape: Shape, seed: int) -> Call:
 
 
 def random_shape(rng: np.random.Generator, dtype: torch.dtype) -> Shape:
-    """Decoding, verification, prompt chunks and calls in which nothing is left, with contexts at block borders."""
+    """Draws decoding, verification, prompt chunks or empty calls, with contexts at block borders."""
     num_sequences = int(rng.integers(1, 5))
     bs = int(rng.choice([8, 16, 32, 64, 128], p=[0.4, 0.3, 0.1, 0.1, 0.1]))
     kind = rng.choice(["decode", "verify", "prefill", "nothing"], p=[0.3, 0.5, 0.13, 0.07])
@@ -110,7 +110,7 @@ def random_shape(rng: np.random.Generator, dtype: torch.dtype) -> Shape:
         head_dim=int(rng.choice([32, 64, 80, 96, 112, 128, 256], p=[0.4, 0.2, 0.1, 0.1, 0.05, 0.1, 0.05])),
         kv_block_size=bs,
         dtype=dtype,
-        num_padding_rows=int(rng.integers(0, 4)) or int(not rows.any()),  # a call has rows, if only of nobody
+        num_padding_rows=int(rng.integers(0, 4)) or int(not rows.any()),  # a call has at least one row
         pruned_writes=float(rng.choice([0.0, 0.3, 1.0], p=[0.7, 0.2, 0.1])),
         is_fused=bool(rng.random() < 0.3),
     )

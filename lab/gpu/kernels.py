@@ -1,7 +1,7 @@
-"""Kernels of the project against their references on the device, over random cases: a function each.
+"""Checks the project's kernels against their references on the device, over random cases.
 
-Every function draws a case of a type, runs kernel and reference, and returns the largest error relative to
-1 + |reference|. Outputs are poisoned before, so that what a kernel does not write shows.
+Each function draws a case of a type, runs kernel and reference, and returns the largest error relative to 1 +
+|reference|. Outputs are poisoned before, so that an unwritten entry is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ WIDTHS = (64, 1000, 4096)  # of hidden states
 POISON = 7.0
 
 
-# Heads and blocks by type: few, because each is compiled separately; tests without a GPU cover many more.
+# Heads and blocks by type. They are few because each is compiled; tests without a GPU cover many more.
 COMMON = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "kv_block_size": 16}
 GEOMETRIES = {
     "fp32": (COMMON, {"num_kv_heads": 2, "group": 2, "head_dim": 64, "kv_block_size": 16}),
@@ -45,7 +45,7 @@ GEOMETRIES = {
 
 
 def correctness(context: Context) -> Result:
-    """Every kernel against its reference over random cases; errors relative to 1 + |reference|."""
+    """Checks every kernel against its reference over random cases; errors are relative to 1 + |reference|."""
     found: Result = {"cases": [], "tolerances": TOLERANCES}
     num_cases = 3 if context.is_tiny else NUM_CASES
     for name, dtype in DTYPES.items():
@@ -61,7 +61,7 @@ def correctness(context: Context) -> Result:
 
 
 def _random_call(name: str, device: str, rng: np.random.Generator) -> Call:
-    """Contexts are five times as long as those of the tests."""
+    """Draws a call whose contexts are five times as long as those of the tests."""
     shape = random_shape(rng, DTYPES[name])
     own = GEOMETRIES[name][int(rng.integers(len(GEOMETRIES[name])))]
     contexts = tuple(5 * context for context in shape.contexts)
@@ -79,7 +79,7 @@ def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
 
 
 def _same_bits(call: Call, expected: Call) -> bool:
-    """Whether the pools hold the same, also where that is no number."""
+    """Returns whether the pools are equal bit by bit, NaN included."""
     kind = torch.int32 if call.q.dtype == torch.float32 else torch.int16
     pairs = ((call.k_pool, expected.k_pool), (call.v_pool, expected.v_pool))
     return all(torch.equal(found.view(kind), wanted.view(kind)) for found, wanted in pairs)
@@ -92,7 +92,7 @@ def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> floa
     candidates = torch.tensor(rng.integers(0, vocab_size, (num_rows, num_candidates)), device=device)
     out = torch.empty(num_rows, num_candidates, device=device)
     error = _compare(exit_scores, reference.exit_scores, (hidden, head, candidates), out)
-    return error / math.sqrt(hidden_size)  # of sums of so many products of unit normals
+    return error / math.sqrt(hidden_size)  # a sum of this many products of unit normals
 
 
 def _check_compaction(name: str, device: str, rng: np.random.Generator) -> float:
@@ -143,7 +143,7 @@ def _check_gate(name: str, device: str, rng: np.random.Generator) -> float:
 
 
 def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
-    """Always float32: scores with noise on the device against the definition on the host."""
+    """Compares scores with noise on the device with the host's definition, always in float32."""
     del name
     num_rows, vocab_size = int(rng.integers(1, 20)), 5000
     logits = normal(torch.float32, device, rng, num_rows, vocab_size)
@@ -163,7 +163,7 @@ def _random_rows(name: str, device: str, rng: np.random.Generator, width: int) -
 def _compare(
     kernel: Callable[..., None], expect: Callable[..., None], inputs: tuple[Any, ...], *like: torch.Tensor
 ) -> float:
-    """The largest error over outputs of these shapes, poisoned before."""
+    """Returns the largest error over outputs of these shapes, which are poisoned before."""
     outputs = [
         [torch.full(each.shape, POISON, dtype=each.dtype, device=each.device) for each in like] for _ in range(2)
     ]
@@ -189,7 +189,7 @@ def normal(dtype: torch.dtype, device: str, rng: np.random.Generator, *shape: in
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference relative to 1 + |expected|; NaN counts as infinite."""
+    """Returns the largest difference relative to 1 + |expected|; NaN counts as infinite."""
     if not found.numel():
         return 0.0
     error = ((found.float() - expected.float()).abs() / (1.0 + expected.float().abs())).nan_to_num(nan=math.inf)

@@ -1,6 +1,6 @@
-"""Policies and mechanisms in turns on the demo pair, runtime torch: what drafting, exits and overlap do on this device.
+"""Alternates policies and mechanisms on the demo pair with runtime torch: effects of drafts, exits and overlap.
 
-The pair is far too small for a GPU: its ratios say whether the mechanisms work there, not what they are worth.
+The pair is far too small for a GPU: its ratios show that the mechanisms work, not what they gain.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def demo(context: Context) -> Result:
         engine_dir = Path(folder, "engine")
         dtype = DTYPE[context.device]
         build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", engine_dir, runtime="torch", dtype=dtype)
-        if not context.is_tiny:  # it takes minutes on a CPU; without it policies have guesses
+        if not context.is_tiny:  # takes minutes on a CPU; without a profile policies use defaults
             run_profile(engine_dir, is_quick=True, budget_s=context.time_left_s / 3)
         num_layers = EngineManifest.load(engine_dir).target.spec.num_layers
         with closing(InProcess(engine_dir, {})) as place:
@@ -52,7 +52,7 @@ def demo(context: Context) -> Result:
             logs = {name: StepLog(place.engine(name)) for name in NAMES}
             for clients in loads:
                 jobs = jobs_of(read_prompts(DEMO_PROMPTS), 2 * clients, max_tokens, 0.8, context.seed)
-                place.serve_in_turns(NAMES, jobs, ClosedLoop(clients))  # captures and first calls are not measured
+                place.serve_in_turns(NAMES, jobs, ClosedLoop(clients))  # warm-up: captures and first calls
                 rows = measure(
                     lambda order, jobs=jobs, clients=clients: place.serve_in_turns(
                         order, jobs, ClosedLoop(clients)

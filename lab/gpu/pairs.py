@@ -1,7 +1,7 @@
-"""Models that nobody trained: pairs with the shapes of real ones and weights drawn on the device, and an EAGLE-3 head.
+"""Untrained models with the shapes of real pairs and weights drawn on the device, and an untrained EAGLE-3 head.
 
-Pairs say nothing; their speed is real. Weights are scaled by fan-in, and what writes to the residual stream also by
-depth, so that hidden states stay near 1 and nothing overflows in bf16.
+Their text is meaningless; their speed is real. Weights are scaled by fan-in, and by depth if they write to the residual
+stream, so that hidden states stay near 1 and nothing overflows in bf16.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from faser_backend.manifest import FileSpec, ModelEngine
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
 KV_BLOCK_SIZE = 16
-KNOWN_IDS = 0.75  # of the vocabulary that the untrained head knows
+KNOWN_IDS = 0.75  # share of the vocabulary that the untrained head covers
 
 
 def opened_pair(context: Context, shape: Pair, stack: ExitStack) -> tuple[Any, ModelPair]:
-    """A runtime, which the stack closes, and its models."""
+    """Opens a runtime, which the stack closes, and its models."""
     dtype = DTYPE[context.device]
     device = checked_device(context)
     models = model_pair(shape, dtype)
@@ -45,7 +45,7 @@ def opened_pair(context: Context, shape: Pair, stack: ExitStack) -> tuple[Any, M
 
 
 def checked_device(context: Context) -> torch.device:
-    """Where the project's runtime will compute. Raises RuntimeError where that is not what was asked for."""
+    """Returns the device of the project's runtime. Raises RuntimeError if it is not the one asked for."""
     device = current_device()
     if device.type != context.device:
         raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} would compute on {device.type!r}")
@@ -53,7 +53,7 @@ def checked_device(context: Context) -> torch.device:
 
 
 def model_pair(shape: Pair, dtype: str) -> ModelPair:
-    """Both models as a manifest would describe them; their weight files do not exist."""
+    """Returns both models as a manifest describes them; their weight files do not exist."""
     cuts = (*shape.exit_layers, shape.target.num_layers)
     return ModelPair(
         _model_engine("target", shape.target, cuts, dtype),
@@ -67,7 +67,7 @@ def _model_engine(name: str, spec: ModelSpec, cuts: tuple[int, ...], dtype: str)
 
 
 def random_tensors(spec: ModelSpec, dtype: str, device: torch.device, seed: int) -> ModelTensors:
-    """A model's weights, drawn in place: no more memory is taken than they need."""
+    """Draws a model's weights in place, without further memory."""
     generator = torch.Generator(device).manual_seed(seed)
     depth_scale = (2.0 * spec.num_layers) ** -0.5
 
@@ -100,7 +100,7 @@ def random_tensors(spec: ModelSpec, dtype: str, device: torch.device, seed: int)
 
 
 def write_untrained_head(target_dir: Path, directory: Path, seed: int) -> Path:
-    """A head as training begins, which is now and then right. Returns the directory of its checkpoint."""
+    """Writes a head as it is before training, which is right now and then. Returns its checkpoint's directory."""
     target = read_target(target_dir)
     spec = head_spec(target.spec, target.spec.num_kv_heads, target.spec.intermediate_size)
     token_ids = np.arange(int(KNOWN_IDS * spec.vocab_size))

@@ -1,7 +1,7 @@
-"""Does a runtime say what the CPU's says? The demo pair, logits row by row and whole answers through the engine.
+"""Compares a runtime with the CPU on the demo pair: logits row by row, and whole answers through the engine.
 
-Both see the same tokens: prompts in one ragged chunk, then verifications of 1 to 5 rows along the reference's own
-greedy answers. Every stage (build, load, run) is noted before it begins, so that a crash names its stage.
+Both read the same tokens: prompts in one ragged chunk, then verifications of 1 to 5 rows along the reference's greedy
+answers. Every stage (build, load, run) is noted before it begins, so that a crash names its stage.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from faser_backend.text.prompts import read_prompts
 
 EXIT_LAYERS = (2,)
-# A token that differs where the reference's two best logits are no further apart than this is a near-tie.
+# A different token is a near-tie if the reference's two best logits are at most this far apart.
 TIES = {"fp32": 1e-3, "fp16": 5e-2, "bf16": 4e-1}
 ANSWER_TOKENS = 24
 RUNS = (("none", 0.0), ("fixed:4", 0.0), ("fixed:4", 0.8))  # policies and temperatures
 
 
 class Build(NamedTuple):
-    """An engine directory to compare. has_head: a head that nobody trained is in the place of the demo draft."""
+    """An engine directory to compare. has_head: an untrained head replaces the demo draft."""
 
     dtype: str
     has_head: bool = False
@@ -56,7 +56,7 @@ def torch_runtime(context: Context) -> Result:
     return compare(context, "torch", (Build("fp32"), Build("bf16"), Build("fp16")))
 
 
-# What heads are on TensorRT is seen in one dtype, last of all.
+# Heads on TensorRT are compared in one dtype, last.
 def rtx_runtime(context: Context) -> Result:
     return _compare_compiled(context, "tensorrt_rtx", "rtx", (Build("fp16"), Build("fp32"), Build("fp16", True)))
 
@@ -74,7 +74,7 @@ def _compare_compiled(context: Context, runtime: str, flavour: Flavour, builds: 
 
 
 def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result:
-    """A row per build, in "dtypes". Of a tiny check the first, and that with a head."""
+    """Compares each build, one row each in "dtypes". A tiny check compares only the first, and the one with a head."""
     found: Result = {"runtime": runtime, "dtypes": []}
     if context.is_tiny:
         builds = (builds[0], *(build for build in builds[1:] if build.has_head))
@@ -100,7 +100,7 @@ def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Runtime llvm's answers: texts [prompt + answer], and the logits of each answer's rows."""
+    """The answers of runtime llvm: texts [prompt + answer], and the logits of each answer's rows."""
 
     engine_dir: Path
     prompts: list[np.ndarray]
@@ -120,7 +120,7 @@ def _reference(engine_dir: Path, prompts: list[np.ndarray], num_tokens: int) -> 
 def _check(  # noqa: PLR0917
     context: Context, found: Result, row: dict[str, Any], build: Build, engine_dir: Path, reference: Reference
 ) -> None:
-    """Fills row, stage by stage."""
+    """Fills the row, stage by stage."""
 
     def begin(stage: str) -> None:
         row["stage"] = stage
@@ -138,7 +138,7 @@ def _check(  # noqa: PLR0917
         row["load_s"] = time.monotonic() - start
         for name, model in zip(ModelPair._fields, models, strict=True):
             if model is None or model.spec.reads_target:
-                continue  # alone it has nothing to read
+                continue  # a head reads the target's states, so it does not run alone
             begin(f"run {name}")
             logits = forced_logits(runtime, model, reference.prompts, reference.texts)
             row[name] = compare_logits(logits, reference.logits[name], TIES[build.dtype])
@@ -159,7 +159,7 @@ def _check(  # noqa: PLR0917
 
 
 def compare_logits(found: np.ndarray, expected: np.ndarray, tie: float) -> dict[str, float]:
-    """Errors of logits [..., V]; how often the best token differs, and how often that is a near-tie."""
+    """Returns errors of logits [..., V], how often the best token differs, and how often that is a near-tie."""
     differs = found.argmax(axis=-1) != expected.argmax(axis=-1)
     best = np.sort(expected, axis=-1)[..., -2:]
     is_tie = best[..., 1] - best[..., 0] <= tie
@@ -175,7 +175,7 @@ def compare_logits(found: np.ndarray, expected: np.ndarray, tie: float) -> dict[
 
 
 def _near_ties(texts: list[np.ndarray], reference: Reference, tie: float) -> int:
-    """Answers whose first different token is a near-tie of the reference."""
+    """Counts answers whose first different token is a near-tie of the reference."""
     count = 0
     for index, (text, expected) in enumerate(zip(texts, reference.texts, strict=True)):
         differs = np.flatnonzero(text != expected)
@@ -187,7 +187,7 @@ def _near_ties(texts: list[np.ndarray], reference: Reference, tie: float) -> int
 
 
 def forced_logits(runtime: AnyRuntime, model: Any, prompts: list[np.ndarray], texts: list[np.ndarray]) -> np.ndarray:
-    """[prompts, answer tokens, V]: the rows that yield each answer's tokens, fed in chunks of 1 to 5 rows."""
+    """Returns the rows that yield each answer's tokens, fed in chunks of 1 to 5 rows: [prompts, answer tokens, V]."""
     runtime.bind_step_thread()
     size, block_size = len(texts), runtime.kv_block_size
     each = -(-max(text.size for text in texts) // block_size)
@@ -221,7 +221,7 @@ def _feed(
     *,
     with_logits: bool,
 ) -> np.ndarray:
-    """Tokens [start, stop) of each text; logits of all rows or of none, a copy on the host."""
+    """Feeds tokens [start, stop) of each text. Returns logits of all rows or of none, copied to the host."""
     tokens = np.concatenate([text[a:b] for text, a, b in zip(texts, starts, stops, strict=True)])
     rows = RowBatch(
         token_ids=tokens,
@@ -237,7 +237,7 @@ def _feed(
 def answers(
     engine_dir: Path, prompts: list[np.ndarray], num_tokens: int, *, policy: str, temperature: float = 0.0
 ) -> list[np.ndarray]:
-    """Prompt and answer of each, through a whole engine, all requests at once."""
+    """Returns prompt and answer of each, through a whole engine, all requests at once."""
     config = EngineConfig.from_options(policy=policy, max_num_seqs=max(2, len(prompts)))
     requests = [
         Request(str(index), prompt, num_tokens, Sampling(temperature=temperature, seed=index))
@@ -256,7 +256,7 @@ def _opened(engine_dir: Path) -> Iterator[tuple[AnyRuntime, ModelPair]]:
 
 
 def _prompts(engine_dir: Path, count: int) -> list[np.ndarray]:
-    """Held-out prompts of up to 96 tokens."""
+    """Returns held-out prompts of up to 96 tokens."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))

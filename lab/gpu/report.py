@@ -1,6 +1,6 @@
-"""The results file of a GPU check, and the same as text: a table per part, then the parts.
+"""The results file of a GPU check, and the same as text: a table of parts, then each part.
 
-Pure but for the file; needs no package beside the standard library. The file is whole after every part.
+Needs only the standard library. The file is complete after every part.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from faser_backend.lab.tables import markdown_table, number, pairs
 
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
-UNSEEN = ("eager", "graph")  # kept in the file for people, too long to read
-MOST_FIELDS = 12  # of a dictionary that is shown within a table
+UNSEEN = ("eager", "graph")  # kept in the file, too long to show
+MOST_FIELDS = 12  # of a dictionary within a table
 
 
 class Report:
-    """Collects outcomes, and rewrites its file with each of them."""
+    """A collector of outcomes that rewrites its file with each of them."""
 
     def __init__(self, path: Path, meta: dict[str, Any]) -> None:
         self.path = path
@@ -36,7 +36,7 @@ class Report:
         self.save()
 
     def save(self) -> None:
-        """The rename makes the new file appear whole."""
+        """Writes the file under another name, then renames it: readers never see half a file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
         partial.write_text(without_paths(json.dumps(self.content, indent=1)) + "\n")
@@ -44,7 +44,7 @@ class Report:
 
 
 def describe(setting: Setting, gpu: dict[str, str]) -> dict[str, Any]:
-    """Meta data of a run: plain values for JSON."""
+    """Returns a run's meta data as plain values for JSON."""
     versions = installed_versions((*NEEDED, *USEFUL))
     return {
         "gpu": gpu,
@@ -57,13 +57,13 @@ def describe(setting: Setting, gpu: dict[str, str]) -> dict[str, Any]:
 
 
 def default_path(meta: dict[str, Any]) -> Path:
-    """benchmarks/results/gpu-<name>-<date>.json; "NVIDIA H100 80GB HBM3" gives "h100-80gb-hbm3"."""
+    """Returns benchmarks/results/gpu-<name>-<date>.json; "NVIDIA H100 80GB HBM3" gives "h100-80gb-hbm3"."""
     words = [word for word in re.findall(r"[a-z0-9]+", (meta["device"] or "none").lower()) if word != "nvidia"]
     return RESULTS / f"gpu-{'-'.join(words)}-{meta['date'][:10]}.json"
 
 
 def render(content: dict[str, Any]) -> str:
-    """The whole report of {"meta", "parts"}; parts that failed say so. The verdict stands last, where a terminal
+    """Returns the report of {"meta", "parts"} as text, failed parts included. The verdict is last, where a terminal
     shows it."""
     parts = content["parts"]
     lines, ended = heading(content["meta"]), []
@@ -98,7 +98,7 @@ def heading(meta: dict[str, Any]) -> list[str]:
 
 
 def section(result: Result) -> list[str]:
-    """A part's result: what is single in a line each, and a table of every list of rows."""
+    """Returns a part's result: single values in a line each, and a table for every list of rows."""
     lines = []
     for name, value in result.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
@@ -113,7 +113,7 @@ def section(result: Result) -> list[str]:
 
 
 def _flat(row: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Fields of a row, those of dictionaries in it as "name.field"; lists of rows in a few words."""
+    """Flattens a row: a dictionary's fields become "name.field", lists of rows a short summary."""
     for name, value in row.items():
         if isinstance(value, dict) and len(value) <= MOST_FIELDS:
             yield from _flat(value, f"{prefix}{name}.")

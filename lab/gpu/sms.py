@@ -1,4 +1,4 @@
-"""Do SM splits hold? Which SMs work for which share, launched and replayed, and whether two shares work at once."""
+"""Checks SM splits: which SMs work for each share, launched and replayed, and whether two shares overlap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_TRIALS = 5
 
 @triton.jit
 def sm_probe_kernel(sms, starts, ends, spin_ns):
-    """One program per entry of sms, starts and ends; each keeps its SM busy for spin_ns."""
+    """Keeps one SM busy for spin_ns per program; there is one program per entry of sms, starts and ends."""
     program = tl.program_id(0)
     start = globaltimer()
     now = start
@@ -33,27 +33,27 @@ def sm_probe_kernel(sms, starts, ends, spin_ns):
 
 
 class Probe:
-    """Tensors of one launch of `num_programs` programs."""
+    """The tensors of one launch of `num_programs` programs."""
 
     def __init__(self, num_programs: int) -> None:
         self.sms = torch.full((num_programs,), -1, dtype=torch.int32, device="cuda")
         self.starts, self.ends = (torch.zeros(num_programs, dtype=torch.int64, device="cuda") for _ in range(2))
 
     def launch(self, spin_ns: int) -> None:
-        """On the current stream. Eight warps a program, so that an SM holds few of them and all SMs are needed."""
+        """Launches on the current stream, with eight warps a program so that all SMs are needed."""
         launch: Any = sm_probe_kernel[(self.sms.numel(),)]
         launch(self.sms, self.starts, self.ends, spin_ns, num_warps=8)
 
 
 def run(context: Context) -> Result:
-    """Every split of the menu: histograms of %smid, eager and replayed, and how long both shares worked together."""
+    """Measures every split of the menu: histograms of %smid, eager and replayed, and how long both shares overlap."""
     from faser_backend.cuda.identity import load_driver
     from faser_backend.cuda.runtime import prepare_cuda
     from faser_backend.cuda.streams import open_menu
 
     if not prepare_cuda():
         raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} sees no GPU")
-    torch.zeros(1, device="cuda")  # the primary context, which green contexts hold on to
+    torch.zeros(1, device="cuda")  # the primary context, which green contexts keep alive
     menu = open_menu(torch.cuda, 0, load_driver)
     found: Result = {"kind": menu.choice.kind, "note": menu.menu.note, "splits": []}
     try:
@@ -77,7 +77,7 @@ def run(context: Context) -> Result:
 
 
 def check_split(draft: set[int], target: set[int], draft_size: int, target_size: int) -> dict[str, bool]:
-    """Properties that must hold of the SMs that each share was seen on."""
+    """Returns properties that must hold of the SMs on which each share was seen."""
     return {
         "is_disjoint": not draft & target,
         "is_draft_within_size": len(draft) <= draft_size,
@@ -88,12 +88,12 @@ def check_split(draft: set[int], target: set[int], draft_size: int, target_size:
 
 
 def histogram(sms: np.ndarray) -> dict[str, int]:
-    """Programs per SM, by its number; sms [num_programs], -1 where a program never ran."""
+    """Counts programs per SM number; sms [num_programs] holds -1 where a program never ran."""
     return {str(sm): count for sm, count in sorted(Counter(sms.tolist()).items())}
 
 
 def _share_result(share: Any) -> dict[str, Any]:
-    """Histograms of a share: launched on its stream, and captured there and replayed on another stream."""
+    """Returns histograms of a share: launched on its stream, and captured there and replayed on another stream."""
     num_programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
     eager, replayed = Probe(num_programs), Probe(num_programs)
     torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def _share_result(share: Any) -> dict[str, Any]:
 
 
 def _together(draft: Any, target: Any) -> dict[str, float]:
-    """Both shares busy for as long, launched one right after the other: the share of that time in which both were."""
+    """Runs both shares for the same time, one launched right after the other. Returns the share of overlapping time."""
     probes = [(share, Probe(share.size)) for share in (draft, target)]
     shares = []
     torch.cuda.synchronize()
@@ -130,12 +130,12 @@ def _together(draft: Any, target: Any) -> dict[str, float]:
 
 
 def overlap_of(draft: tuple[float, float], target: tuple[float, float]) -> float:
-    """Time in which both worked, over the shorter one's; a start and an end each."""
+    """Returns the time of overlap over the shorter one's time; each argument is a start and an end."""
     shorter = min(end - start for start, end in (draft, target))
     common = min(draft[1], target[1]) - max(draft[0], target[0])
     return max(common, 0.0) / shorter if shorter else 0.0
 
 
 def _span(probe: Probe) -> tuple[float, float]:
-    """From the first program's start to the last one's end."""
+    """Returns the first program's start and the last one's end."""
     return float(probe.starts.min()), float(probe.ends.max())

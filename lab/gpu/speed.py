@@ -1,6 +1,6 @@
-"""How fast the device is at best, and how near to that its attention comes: copies, matrix products, graph replays.
+"""Peaks of the device (copies, matrix products, graph replays) and the share of them that attention reaches.
 
-Times are medians, by events on a GPU and by the host's clock on a CPU: peaks are what can be had again and again.
+Times are medians, by events on a GPU and by the host's clock on a CPU: a peak can be reached repeatedly.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from faser_backend.plugins.attention_config import choose_num_splits
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 
 GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
-ROTATED_BYTES = 192 << 20  # copies of a call go through so much memory: several times the largest cache
+ROTATED_BYTES = 192 << 20  # copies of a call cycle through this much memory, several times the largest cache
 MAX_COPIES = 128
 WARMUPS, REPEATS, CPU_REPEATS = 2, 15, 3
 
@@ -29,7 +29,7 @@ Work = Callable[[], object]
 
 
 def median_us(device: str, work: Work) -> float:
-    """Queued work on the current stream, each time until the device has done it."""
+    """Returns the median time of `work`, queued on the current stream, until the device has done it."""
     samples = []
     for _ in range(WARMUPS + (REPEATS if device == "cuda" else CPU_REPEATS)):
         if device == "cuda":
@@ -47,7 +47,7 @@ def median_us(device: str, work: Work) -> float:
 
 
 def as_graph(device: str, work: Work) -> Work:
-    """The work as a captured graph, so that launches cost the host nothing; itself where there are no graphs."""
+    """Returns the work as a captured graph, so that launches cost no host time; the work itself on a CPU."""
     if device != "cuda":
         return work
     side = torch.cuda.Stream()
@@ -62,14 +62,15 @@ def as_graph(device: str, work: Work) -> Work:
 
 
 def copy_bytes_per_s(device: str, num_bytes: int) -> float:
-    """Bytes read and written per second by a copy between two buffers of num_bytes each."""
+    """Returns the bytes read and written per second by a copy between two buffers of num_bytes each."""
     source = torch.empty(num_bytes // 4, dtype=torch.float32, device=device).normal_()
     sink = torch.empty_like(source)
     return 2 * num_bytes / median_us(device, lambda: sink.copy_(source)) * 1e6
 
 
 def peaks(context: Context) -> Result:
-    """Copy bandwidth over buffer sizes; bf16 products of a tall weight with few rows, and of a large square."""
+    """Measures copy bandwidth over buffer sizes, and bf16 products of a tall weight with few rows and of a large
+    square."""
     sizes = (1 << 16, 1 << 20) if context.is_tiny else (4 << 20, 32 << 20, 256 << 20, 1 << 30, 4 << 30)
     found: Result = {"copies": [], "products": []}
     for num_bytes in sizes:
@@ -81,12 +82,12 @@ def peaks(context: Context) -> Result:
         found["products"].append(_product(context.device, num_rows, depth, 8192 if num_rows == 8192 else width))
         context.save(found)
     if context.is_cuda:
-        found["clocks"] = query_gpu()  # right after the largest product, before the device rests
+        found["clocks"] = query_gpu()  # right after the largest product, while clocks are still those under load
     return found
 
 
 def _product(device: str, num_rows: int, depth: int, width: int) -> dict[str, float]:
-    """x [num_rows, depth] @ w [width, depth]^T, over several weights so that none stays in the cache."""
+    """Times x [num_rows, depth] @ w [width, depth]^T over several weights, so that none stays in the cache."""
     copies = 1 if num_rows == 8192 else 4
     weights = [torch.empty(width, depth, dtype=torch.bfloat16, device=device).normal_() for _ in range(copies)]
     x = torch.empty(num_rows, depth, dtype=torch.bfloat16, device=device).normal_()
@@ -100,7 +101,7 @@ def _product(device: str, num_rows: int, depth: int, width: int) -> dict[str, fl
 
 
 def bandwidth(context: Context) -> Result:
-    """Achieved bandwidth of attention beside the copy bandwidth that was measured in the same minute."""
+    """Compares attention's bandwidth with the copy bandwidth measured in the same minute."""
     copied = copy_bytes_per_s(context.device, 1 << 20 if context.is_tiny else 1 << 30)
     found: Result = {"copy_gb_per_s": copied / 1e9, "attention": []}
     chosen = [AttentionShape(*size) for size in itertools.product((1, 8, 32, 64), (256, 1024, 4096), (1, 5))]
@@ -119,8 +120,8 @@ def bandwidth(context: Context) -> Result:
 
 
 def _time_attention(context: Context, shape: AttentionShape) -> tuple[float, int]:
-    """Microseconds of one call in bf16, and into how many parts its context was split. Copies of the call have pools
-    of their own, so that what is timed comes from memory and not from the cache that the copy before filled."""
+    """Returns the microseconds of one call in bf16, and the number of parts of its context. Copies of the call have
+    pools of their own, so that each is read from memory and not from the cache."""
     num_copies = math.ceil(ROTATED_BYTES / attention_bytes(shape, 2))
     num_copies = 2 if context.is_tiny else min(max(2, num_copies), MAX_COPIES)
     b, context_len, rows, heads, kv_heads, head_dim, size = shape

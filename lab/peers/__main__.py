@@ -1,10 +1,10 @@
-"""This server beside other people's programs: one model's weights, the same token ids, turns taken.
+"""Compares this server with other programs: one model's weights, the same token ids, alternating runs.
 
     bash scripts/peers/install.sh
     python -m lab.peers --prompts question.jsonl --chat                  # every peer that is installed
     python -m lab.peers --prompts question.jsonl --chat --only llama,openvino --clients 16
 
-Measures SmolLM2-135M-Instruct or another GGUF file, a piece (a peer and ours beside it) after the other. Writes
+Measures SmolLM2-135M-Instruct or another GGUF file, one piece (a peer with ours beside it) after another. Writes
 NAME.json, NAME.md and the picture, as faser_backend.lab.checks.compare does.
 """
 
@@ -27,7 +27,7 @@ from faser_backend.text.prompts import read_prompts
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Ends the program with one line that names an option which cannot be."""
+    """Parses the options. A wrong one ends the program with one line that names it."""
     parser = make_parser(
         __doc__, "seed", "output", clients="1,4,16", temperatures="0", threads=2, repeats=3, max_tokens=64,
         name="peers",
@@ -52,7 +52,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measure_piece(
     name: str, args: argparse.Namespace, files: ModelFiles, asked: PromptSet
 ) -> tuple[list[dict[str, Any]], str]:
-    """Rows, and a note for the page: none and why, where the piece cannot be measured here."""
+    """Returns rows, and a note for the page; no rows and the reason if the piece cannot be measured here."""
     piece = PIECES[name]
     why = piece.missing() if piece.weights in files.engines else f"{files.name} has no {piece.weights} weights"
     if why:
@@ -73,13 +73,13 @@ def measure_piece(
 
 
 def main(argv: list[str] | None = None) -> None:
-    """An interrupt or a peer that fails leaves the files with the pieces that were measured before."""
+    """Measures piece by piece. After an interrupt or a failure, the files hold the pieces measured before."""
     args = parse(argv)
     notes = [f"{args.threads} threads each; ours through Triton, the others given its token ids; nobody keeps prompts."]
     rows: list[dict[str, Any]] = []
     try:
         if args.prompts is not None:
-            read_prompts(args.prompts)  # a bad file is told before anything is built
+            read_prompts(args.prompts)  # reports a bad file before anything is built
         files = model_files(args.target or smollm2(), args.head)
         asked = asked_prompts(args, next(iter(files.engines.values())))
         for name in args.only:

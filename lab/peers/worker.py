@@ -1,8 +1,8 @@
-"""Libraries that answer a benchmark from a process of their own: JSON lines, an order in, its answers out.
+"""Libraries that answer a benchmark in their own process, over JSON lines: an order in, its answers out.
 
-`python -m lab.peers.worker LIBRARY MODEL ...`, by a Python that has the library and perhaps none of our packages. An
-order is {"num_clients": n, "jobs": [fields of lab.answers.Job]}; what comes back is {"seconds": s, "answers": [fields
-of lab.answers.Answer, without the digest]}, with times of time.perf_counter.
+`python -m lab.peers.worker LIBRARY MODEL ...` runs under a Python that has the library and perhaps none of our
+packages. An order is {"num_clients": n, "jobs": [fields of lab.answers.Job]}. The reply is {"seconds": s, "answers":
+[fields of lab.answers.Answer, without the digest]}, with times of time.perf_counter.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable
 from typing import Any
 
 CACHE_GB, NO_TOP_K = 1, 1 << 31  # of OpenVINO
-MAX_NGRAM = 3  # of its prompt lookup
+MAX_NGRAM = 3  # of OpenVINO's prompt lookup
 Record = dict[str, Any]
 AnswerAll = Callable[[list[Record], int], list[Record]]  # jobs and clients -> an answer per job
 
 
 def serve(version: str, answer_all: AnswerAll) -> None:
-    """Says that it is ready, then answers orders until stdin ends. What libraries print goes to stderr."""
+    """Announces that it is ready, then answers orders until stdin ends. Output of libraries goes to stderr."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps({"version": version}), file=out, flush=True)
@@ -34,20 +34,20 @@ def serve(version: str, answer_all: AnswerAll) -> None:
 
 
 def new_answer() -> Record:
-    """An answer to a request that is sent now."""
+    """Returns an answer to a request that is sent now."""
     counts = dict.fromkeys(("num_tokens", "num_drafted", "num_accepted"), 0)
     return {"start_s": time.perf_counter(), "response_s": [], "token_ids": [], **counts}
 
 
 def take(answer: Record, token_ids: list[int]) -> None:
-    """Adds tokens that have just come."""
+    """Adds new tokens to the answer."""
     answer["response_s"].append(time.perf_counter())
     answer["token_ids"] += token_ids
     answer["num_tokens"] += len(token_ids)
 
 
 def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
-    """OpenVINO GenAI on a GGUF file: requests side by side in a ContinuousBatchingPipeline."""
+    """Runs OpenVINO GenAI on a GGUF file: requests side by side in a ContinuousBatchingPipeline."""
     import numpy as np
     import openvino as ov  # pyright: ignore[reportMissingImports]  # of the environment that runs this
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
@@ -72,7 +72,7 @@ def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
         return wanted
 
     def has_ended(handle: Any, answer: Record) -> bool:
-        """Takes what has come."""
+        """Takes new tokens. Returns whether the answer has ended."""
         while handle.can_read():
             for output in handle.read().values():
                 if output.generated_ids:
@@ -101,7 +101,7 @@ def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
 
 
 def with_transformers(args: argparse.Namespace) -> tuple[str, AnswerAll]:
-    """transformers' generate() in fp32: one request after the other."""
+    """Runs transformers' generate() in fp32, one request after the other."""
     import torch
     import transformers
     from transformers.generation.streamers import BaseStreamer
@@ -110,7 +110,7 @@ def with_transformers(args: argparse.Namespace) -> tuple[str, AnswerAll]:
     target: Any = transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
 
     class Streamer(BaseStreamer):
-        """The first thing that it is given is the prompt."""
+        """A streamer whose first item is the prompt."""
 
         def __init__(self) -> None:
             self.answer, self._has_prompt = new_answer(), False

@@ -1,5 +1,5 @@
-"""The beginnings of a head in its target, and the checkpoint that it becomes: the public layout, which vLLM, SGLang and
-engines/eagle3.py read."""
+"""A head's initial weights from its target, and its checkpoint in the public format of vLLM, SGLang and
+engines/eagle3.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from faser_backend.engines.weights import ModelWeights
 from faser_backend.lab.train_head.head import Head
 
 NUM_FEATURES = 3
-SPREAD = 0.02  # deviation of what is not taken from the target
+SPREAD = 0.02  # deviation of weights not taken from the target
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,11 +32,11 @@ class TargetParts:
     embedding: Tensor  # [vocab_size, hidden_size]
     norm: Tensor  # [hidden_size], before the logits
     lm_head: Tensor  # [vocab_size, hidden_size]
-    last_layer: dict[str, Tensor]  # but for experts
+    last_layer: dict[str, Tensor]  # without experts
 
 
 def read_target(path: Path) -> TargetParts:
-    """Raises CheckpointError."""
+    """Reads the target's tensors. Raises CheckpointError."""
     checkpoint = open_checkpoint(path)
     spec = read_spec(checkpoint.fields)
     weights = ModelWeights(checkpoint, spec)
@@ -57,7 +57,8 @@ def read_target(path: Path) -> TargetParts:
 
 
 def feature_layers(spec: ModelSpec) -> tuple[int, ...]:
-    """A low, a middle and a high layer, by whose inputs a head is fed: the published choice where there is room."""
+    """Returns a low, a middle and a high layer, whose inputs feed a head: the published choice if there are enough
+    layers."""
     last = spec.num_layers
     if last < NUM_FEATURES + 1:
         raise ConfigError(f"target: {last} layers: a head reads {NUM_FEATURES} of them, and needs one more")
@@ -65,13 +66,13 @@ def feature_layers(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def published_layers(spec: ModelSpec) -> tuple[int, ...] | None:
-    """The layers that readers take where a config names none; None: the target has too few."""
+    """Returns the layers that readers assume if a config names none, or None if the target has too few."""
     low, middle, high = 2, spec.num_layers // 2, spec.num_layers - 3
     return (low, middle, high) if low < middle < high else None
 
 
 def head_spec(target: ModelSpec, num_kv_heads: int, intermediate_size: int) -> ModelSpec:
-    """The head as a Llama of one layer, without biases and experts."""
+    """Returns the head's spec: a Llama of one layer, without biases and experts."""
     return replace(
         target,
         num_layers=1,
@@ -90,9 +91,9 @@ def head_spec(target: ModelSpec, num_kv_heads: int, intermediate_size: int) -> M
 
 
 def new_head(target: TargetParts, spec: ModelSpec, token_ids: np.ndarray, seed: int) -> Head:
-    """A head that begins as its target's last layer over the highest feature; its logits are the target's rows.
+    """Returns a head that begins as its target's last layer over the highest feature; its logits are the target's rows.
 
-    Parts without a counterpart are small random numbers; so is a matrix of another shape than the target's.
+    Parts without a counterpart, and matrices of another shape than the target's, are small random numbers.
     """
     head = Head(spec, NUM_FEATURES, token_ids.size)
     rng = torch.Generator().manual_seed(seed)
@@ -117,7 +118,7 @@ def new_head(target: TargetParts, spec: ModelSpec, token_ids: np.ndarray, seed: 
         for projection, matrix in ((attention.q_proj, q), (attention.k_proj, k), (attention.v_proj, v)):
             num_heads = projection.weight.shape[0] // spec.head_dim
             of_heads = matrix.unflatten(0, (-1, spec.head_dim))
-            if num_heads % of_heads.shape[0] == 0:  # more heads than the target has: each begins as its group's
+            if num_heads % of_heads.shape[0] == 0:  # with more heads than the target, each begins as its group's
                 repeated = of_heads.repeat_interleave(num_heads // of_heads.shape[0], dim=0)
                 projection.weight[:, hidden:] = repeated.flatten(0, 1)
     return head
@@ -126,8 +127,8 @@ def new_head(target: TargetParts, spec: ModelSpec, token_ids: np.ndarray, seed: 
 def save_head(directory: Path, target: ModelSpec, spec: ModelSpec, weights: dict[str, Tensor], ids: Tensor) -> int:
     """Writes config.json and model.safetensors; weights by the published names. Returns the bytes of both.
 
-    ids [num_ids]: the target's ids of the logits. The embedding is not among the weights: it is the target's. d2t holds
-    the target's id minus the head's own.
+    ids [num_ids]: the target's ids of the logits. The target's embedding is not stored. d2t holds the target's id minus
+    the head's.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().to(torch.float16).contiguous() for name, tensor in weights.items()}
@@ -142,8 +143,8 @@ def save_head(directory: Path, target: ModelSpec, spec: ModelSpec, weights: dict
 
 
 def _config(target: ModelSpec, spec: ModelSpec, num_ids: int) -> dict[str, Any]:
-    """Names feature layers only where they are not the published choice, as readers disagree on what they count there:
-    here, layers whose outputs are read."""
+    """Returns the config. It names feature layers only if they are not the published choice, as readers count them
+    differently: here, by the layers whose outputs are read."""
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",

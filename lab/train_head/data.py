@@ -1,7 +1,7 @@
-"""Training data: dialogues that a target wrote, with its states of each token, on disk and in batches.
+"""Training data on disk and in batches: dialogues that a target wrote, with its states of each token.
 
-A shard is one safetensors file that appears whole or not at all, so that writing goes on where it was cut off and
-training may read while more is written. The first shards are held out.
+A shard is one safetensors file that appears atomically, so that writing can resume and training can read beside it. The
+first shards are held out.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ARRAYS = ("token_ids", "best_ids", "features", "hidden")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialogue:
-    """One conversation as the target saw it: prompt and answer, n tokens."""
+    """One conversation with the target's states: prompt and answer, n tokens."""
 
     token_ids: np.ndarray  # [n] int32
-    best_ids: np.ndarray  # [n] int32: what the target holds to be most likely behind each token
+    best_ids: np.ndarray  # [n] int32: the target's most likely token after each one
     features: np.ndarray  # [n, num_features * hidden_size] float16: inputs of some layers, side by side
     hidden: np.ndarray  # [n, hidden_size] float16: output of the last layer, before the norm
-    question_start: int  # behind what the chat template puts before a question
+    question_start: int  # after the chat template's tokens before a question
     answer_start: int
-    is_greedy: bool  # how the answer was drawn
+    is_greedy: bool  # whether the answer was drawn greedily
 
     @property
     def num_tokens(self) -> int:
@@ -55,15 +55,15 @@ def write_shard(directory: Path, index: int, dialogues: list[Dialogue]) -> None:
 
 
 class Shard:
-    """A finished shard; arrays are read from the file when they are asked for."""
+    """A finished shard, whose arrays are read from the file on demand."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError where the file is none of ours."""
+        """Opens a shard. Raises ConfigError if the file is not one."""
         try:
             self._file = safe_open(path, "np")
             self.numbers = self._file.get_tensor("dialogues")  # [num_dialogues, 4]
-            self.token_ids = self._file.get_tensor("token_ids")  # of all dialogues, one behind the other
-        except Exception as error:  # the library raises its own kind for each cause
+            self.token_ids = self._file.get_tensor("token_ids")  # of all dialogues, concatenated
+        except Exception as error:  # the library raises another class for each cause
             raise ConfigError(f"{path}: not a shard of dialogues ({error})") from None
         self._starts = np.concatenate([[0], np.cumsum(self.numbers[:, 0])])
 
@@ -95,14 +95,14 @@ class Corpus:
         return [shard[i] for shard in self.shards[:HELD_OUT_SHARDS] for i in range(len(shard))]
 
     def frequent_ids(self, vocab_size: int, num_ids: int) -> np.ndarray:
-        """[num_ids] rising: the ids that occur most often; of equals the lowest, which tokenizers learned first."""
+        """Returns the most frequent ids, [num_ids] ascending; ties go to the lowest, which tokenizers learned first."""
         said = np.concatenate([shard.token_ids for shard in self.shards[HELD_OUT_SHARDS:]])
         counts = np.bincount(said, minlength=vocab_size)
         return np.sort(np.argsort(-counts, kind="stable")[:num_ids])
 
     def plan(self, first_shard: int, num_shards: int, tokens_per_step: int, seed: int) -> list[list[tuple[int, int]]]:
-        """(shard, dialogue) of each batch of one pass over shards [first_shard, num_shards), but for what is held out:
-        dialogues of like length, in an order that the seed decides."""
+        """Returns (shard, dialogue) of each batch of one pass over shards [first_shard, num_shards) without held-out
+        ones. Batches hold dialogues of similar length; the seed decides their order."""
         shards = range(max(first_shard, HELD_OUT_SHARDS), num_shards)
         index = [(int(n), s, d) for s in shards for d, n in enumerate(self.shards[s].numbers[:, 0])]
         rng = np.random.default_rng(seed)
@@ -121,16 +121,16 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """B dialogues of up to n tokens, padded behind; features and hidden as in Dialogue."""
+    """B dialogues of up to n tokens, padded at the end; features and hidden as in Dialogue."""
 
     token_ids: Tensor  # [B, n] int64
-    best_ids: Tensor  # [B, n] int64, -1 where the next token does not count
+    best_ids: Tensor  # [B, n] int64, -1 where the next token is not learned
     features: Tensor  # [B, n, F * d]
     hidden: Tensor  # [B, n, d]
 
     @classmethod
     def of(cls, dialogues: Sequence[Dialogue], *, has_questions: bool) -> Batch:
-        """has_questions: what the target would say behind a question's tokens counts too, as it wrote them itself."""
+        """Joins dialogues. has_questions: learns the target's tokens in questions too, as it wrote them itself."""
         size, longest = len(dialogues), max(dialogue.num_tokens for dialogue in dialogues)
         token_ids = np.zeros((size, longest), np.int64)
         best_ids = np.full((size, longest), -1, np.int64)

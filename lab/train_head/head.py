@@ -1,6 +1,6 @@
 """An EAGLE-3 head in torch (arXiv 2503.01840): one decoder layer over [embedding, states of the token before].
 
-Parameters have the published names, so that a state dict is a checkpoint. Knows no data, files or optimizers.
+Parameters have the published names, so a state dict is a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Norm(nn.RMSNorm):
 
 
 class Attention(nn.Module):
-    """Attention of several steps at once: step k of a chain sees what the target saw before the chain began, and the
+    """Attention of several steps at once: step k of a chain sees the target's states before the chain began, and the
     chain's own earlier steps."""
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -33,9 +33,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(num_q, spec.hidden_size, bias=False)
 
     def forward(self, both: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """both [B, n, 2 d] -> [B, n, d]; row i of step k is of the chain that begins behind row i of step 1.
+        """Maps both [B, n, 2 d] to [B, n, d]. Row i of step k belongs to the chain that begins after row i of step 1.
 
-        earlier: keys and values of the steps before, [B, H, n, head_dim]; this step's are added.
+        earlier: keys and values of the steps before, [B, H, n, head_dim]; this step's are appended.
         """
         q = rotated(self._split(self.q_proj(both), self._num_heads), cos, sin)
         k = rotated(self._split(self.k_proj(both), self._num_kv_heads), cos, sin)
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _split(self, x: Tensor, num_heads: int) -> Tensor:
-        """[B, n, heads * head_dim] -> [B, heads, n, head_dim]"""
+        """Reshapes [B, n, heads * head_dim] to [B, heads, n, head_dim]."""
         return x.unflatten(2, (num_heads, self._head_dim)).transpose(1, 2)
 
 
@@ -71,7 +71,7 @@ class Mlp(nn.Module):
 
 
 class MidLayer(nn.Module):
-    """The head's layer. The embedding enters attention alone; the residual is the hidden state's."""
+    """The head's layer. The embedding enters attention only; the residual is the hidden state's."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class MidLayer(nn.Module):
 
 
 class Head(nn.Module):
-    """spec: of the head as a Llama of one layer; num_features: layers of the target that are joined."""
+    """The whole head. spec: as a Llama of one layer; num_features: layers of the target that are concatenated."""
 
     cos: Tensor  # [max_context, head_dim / 2]
     sin: Tensor
@@ -105,11 +105,11 @@ class Head(nn.Module):
             self.register_buffer(name, torch.from_numpy(table), persistent=False)
 
     def chains(self, embedded: Tensor, features: Tensor, num_steps: int) -> list[Tensor]:
-        """Hidden states [B, n, d] of each step, normed for the logits.
+        """Returns the hidden states [B, n, d] of each step, normed for the logits.
 
-        embedded [B, n, d] of tokens, features [B, n, num_features * d] of the target behind them. Row i of step
-        k reads token i + k and gives the logits of token i + k + 1; rows whose tokens end before are of no use.
-        In step 1 it reads features, later its own output of the step before, as in drafting.
+        embedded [B, n, d] of tokens, features [B, n, num_features * d] of the target after them. Row i of step k reads
+        token i + k and gives the logits of token i + k + 1; rows past the last token are meaningless. Step 1 reads
+        features, later steps the output of the step before, as in drafting.
         """
         n = embedded.shape[1]
         hidden, earlier, results = self.fc(features), [], []
@@ -122,6 +122,6 @@ class Head(nn.Module):
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, heads, n, head_dim] turned by tables [n, head_dim / 2]; halves are paired, as Llama has it."""
+    """Applies RoPE to x [B, heads, n, head_dim] by tables [n, head_dim / 2]; halves are paired, as in Llama."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)

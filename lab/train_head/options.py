@@ -20,7 +20,7 @@ class Stage(StrEnum):
 
 
 class HeadOptions(OptionTable):
-    """The options. num_ids, num_kv_heads, intermediate_size: None keeps what training began with, or the default."""
+    """The options. num_ids, num_kv_heads, intermediate_size: None keeps the checkpoint's value, or the default."""
 
     target: Path = option(..., shared.TARGET)
     output: Path = option(..., shared.OUTPUT)
@@ -43,11 +43,11 @@ class HeadOptions(OptionTable):
     device: str = option("auto", "Train on this device.", values="auto|cpu|cuda")
     precision: Literal["bf16", "fp32"] = option("bf16", "Multiply matrices in this precision.")
     seed: int = option(0, shared.SEED)
-    # No options of the command line:
+    # Not on the command line:
     dialogues_per_shard: int = 64
     max_question: int = 192
     max_answer: int = 256
-    num_columns: int = 3072  # logits that a step compares, 0 for all (sampled softmax, Jean et al. 2015)
+    num_columns: int = 3072  # logits compared per step, 0 for all (sampled softmax, Jean et al. 2015)
     warmup_steps: int = 40
     report_every: int = 20
     check_every: int = 100  # steps between checkpoints, each with a check on held-out dialogues

@@ -1,5 +1,7 @@
-"""The stages of `faser train-head`: the target writes, the head learns, the head is saved. Each can be run again and
-goes on where it stopped; writing and learning may go on side by side, in two processes."""
+"""The stages of `faser train-head`: write data, train, save. Each can be repeated and resumes where it stopped.
+
+Writing and training may run side by side in two processes.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,11 @@ from faser_backend.lab.train_head.writing import write_dialogues
 from faser_backend.manifest import MANIFEST_FILE
 
 CURVE_FILE = "curve.png"
-PATIENCE = timedelta(minutes=30)  # with the process that checks held-out dialogues, or writes a checkpoint
+PATIENCE = timedelta(minutes=30)  # with the leader's checks and checkpoints
 
 
 def write(options: HeadOptions) -> None:
-    """Dialogues up to the wanted number of tokens, by an engine of the target that is built beside them."""
+    """Writes dialogues up to the wanted number of tokens, with an engine of the target built beside them."""
     options.folder.mkdir(parents=True, exist_ok=True)
     engine_dir = options.folder / "engine"
     if not (engine_dir / MANIFEST_FILE).exists():
@@ -47,7 +49,7 @@ def write(options: HeadOptions) -> None:
 
 
 def train(options: HeadOptions) -> None:
-    """Goes on with a plan that was cut off, or begins one over the data that there are."""
+    """Resumes an interrupted plan, or begins one over the available data."""
     if options.processes > 1 and device_of(options) == "cuda":
         raise ConfigError(f"num_processes = {options.processes}: on cuda a head trains in one process")
     torch.set_num_threads(max(1, options.threads // options.processes))
@@ -57,7 +59,7 @@ def train(options: HeadOptions) -> None:
     if options.processes == 1:
         _run(trainer, options)
         return
-    trainer.save()  # where all begin
+    trainer.save()  # the common start of all processes
     with TemporaryDirectory(prefix="faser-train-") as folder:
         try:
             spawn(train_together, (options, f"file://{folder}/store"), options.processes, daemon=True)
@@ -68,7 +70,7 @@ def train(options: HeadOptions) -> None:
 
 
 def train_together(rank: int, options: HeadOptions, store: str) -> None:
-    """The work of one of several processes, from the checkpoint on."""
+    """Runs one of several training processes, from the checkpoint on."""
     torch.set_num_threads(max(1, options.threads // options.processes))
     size = options.processes
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=PATIENCE)
@@ -77,12 +79,12 @@ def train_together(rank: int, options: HeadOptions, store: str) -> None:
         _run(trainer, options)
     else:
         trainer.run()
-    dist.barrier()  # nobody leaves before the leader's last check
+    dist.barrier()  # waits for the leader's last check
     dist.destroy_process_group()
 
 
 def save_trained(options: HeadOptions) -> None:
-    """The head of the last checkpoint, as a checkpoint of the public layout."""
+    """Writes the head of the last checkpoint in the public format."""
     state, target = load_state(options), read_target(options.target).spec
     spec = head_spec(target, state["shape"]["num_kv_heads"], state["shape"]["intermediate_size"])
     num_bytes = save_head(options.output, target, spec, state["head"], state["token_ids"])
@@ -103,7 +105,7 @@ def _run(trainer: Trainer, options: HeadOptions) -> None:
 
 
 def draw_curve(path: Path, progress: Progress) -> None:
-    """Returns the loss and the agreement by depth on held-out dialogues."""
+    """Draws the loss and the agreement by depth on held-out dialogues."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     left.plot([rows / 1e6 for rows, _ in progress.losses], [loss for _, loss in progress.losses], linewidth=1)
     left.set(xlabel="rows learned from (millions)", ylabel="cross-entropy of depth 1 (nats)")

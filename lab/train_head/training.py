@@ -1,9 +1,8 @@
-"""Training a head by test in training: each row drafts a short chain, and every step of it is compared with the target.
+"""Trains a head by training-time test: each row drafts a short chain, and every step of it is compared with the target.
 
-Steps, not seconds, decide the plan, so that a run that was cut off goes on as if it had not been. A run that is done
-goes on with a plan of its own once there are more data, from the weights that it left. Processes that train one head
-together learn from a share of the batches each, and every few steps all go on from the average of their weights (local
-SGD, Stich 2019); optimizers keep what each has seen itself.
+The plan depends on steps, not on seconds, so an interrupted run resumes as if it had not been. A finished run continues
+with a new plan and its weights once there are more data. Processes that train one head together each learn from a share
+of the batches, and average their weights every few steps (local SGD, Stich 2019); each keeps its own optimizer state.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ DEFAULT_NUM_IDS = 8192
 STEPS_APART = 8  # between averages of weights
 STEP_DECAY = 0.8  # weight of each further step of a chain
 WEIGHT_DECAY, MAX_GRADIENT = 0.01, 1.0
-NUM_CHECKED = 32  # held-out dialogues of a check; the last one takes all
-DEPTHS = 5  # at which a check counts
-CHAIN = 4  # draft tokens of the chains that a check follows
+NUM_CHECKED = 32  # held-out dialogues of a check; the last check takes all
+DEPTHS = 5  # that a check counts
+CHAIN = 4  # draft tokens of the chains that a check compares
 CHECKED_AT_ONCE = 8
 
 
@@ -45,37 +44,38 @@ class Progress:
     passes: int
     seed: int
     step: int = 0
-    num_rows: int = 0  # learned from, in all runs; other processes' batches are taken to be as full
+    num_rows: int = 0  # learned from, in all runs; other processes' batches are assumed to be as full
     losses: list[tuple[int, float]] = field(default_factory=list)
-    checks: list[tuple[int, list[float], float]] = field(default_factory=list)  # rows, by depth, kept
+    checks: list[tuple[int, list[float], float]] = field(
+        default_factory=list
+    )  # rows, agreement by depth, accepted tokens
 
 
 class Objective:
-    """The target's own probabilities over the ids that a head may draft, at every step of a chain.
+    """The target's probabilities over the ids that a head can draft, at every step of a chain.
 
     token_ids [num_ids]: the target's ids of a head's logits.
     """
 
     def __init__(self, target: TargetParts, token_ids: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        """dtype: of products."""
         self._device, self._dtype, self._eps = device, dtype, target.spec.rms_eps
         self._norm, self._table = target.norm.to(device), target.embedding.to(device)
         self._rows = target.lm_head[token_ids].to(device, dtype)  # [num_ids, hidden_size]
         self.token_ids = token_ids.to(device)
-        self._index_of = torch.full((target.spec.vocab_size,), -1, device=device)  # of a target's id, -1: none
+        self._index_of = torch.full((target.spec.vocab_size,), -1, device=device)  # by the target's id; -1: none
         self._index_of[self.token_ids] = torch.arange(token_ids.numel(), device=device)
 
     def losses(
         self, head: Head, batch: Batch, *, chain_length: int, num_columns: int, seed: int
     ) -> tuple[Tensor, float]:
-        """The sum over steps, step k weighing STEP_DECAY^(k-1), and the first step's alone, in nats per row.
+        """Returns the sum over steps, step k weighing STEP_DECAY^(k-1), and the first step's loss, in nats per row.
 
         num_columns, seed: see `_columns`; 0 compares all logits. Rows whose best token the head cannot draft are left
         out, as published.
         """
         best = batch.best_ids.to(self._device)
         is_known = (best >= 0) & (self._index_of[best.clamp(min=0)] >= 0)  # [B, n]
-        row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known one among the known
+        row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known row among the known ones
         with self._autocast():
             wanted = self._wanted(batch.hidden.to(self._device)[is_known])
             chains = self._chains(head, batch, chain_length)
@@ -97,9 +97,12 @@ class Objective:
 
     @torch.no_grad()
     def agreement(self, head: Head, dialogues: Sequence[Dialogue]) -> tuple[list[float], float]:
-        """Over answers that the head has not learned from: by depth of the chain the share of rows whose best token is
-        the target's, the true tokens being given; and how many of CHAIN tokens come before the first other one, over
-        greedy answers: what a verification accepts."""
+        """Returns two measures over held-out answers.
+
+        The first, by depth of the chain with true tokens given: the share of rows whose best token is the target's. The
+        second, over greedy answers: how many of CHAIN tokens precede the first different one, as a verification
+        accepts.
+        """
         ordered = sorted(dialogues, key=lambda dialogue: dialogue.num_tokens)
         hits, rows = np.zeros(DEPTHS), np.zeros(DEPTHS)
         num_kept = num_chains = 0
@@ -129,15 +132,15 @@ class Objective:
 
     @torch.no_grad()
     def _wanted(self, hidden: Tensor) -> Tensor:
-        """The target's probabilities over the ids that the head knows, [R, num_ids], of hidden [R, hidden_size]."""
+        """Returns the target's probabilities over the head's ids, [R, num_ids], from hidden [R, hidden_size]."""
         normed = rms_norm(hidden.float(), self._norm.shape, self._norm, self._eps)
         return linear(normed.to(self._dtype), self._rows).float().softmax(-1)
 
 
 @torch.no_grad()
 def _columns(wanted: Tensor, num_columns: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Logits to compare [num_columns], and an addend of each: a column that stands for several that were not
-    drawn weighs as much as they would. Two thirds are those that the target gives most in wanted [R, num_ids]."""
+    """Returns logits to compare [num_columns], and an addend of each, which weighs a drawn column for the undrawn ones.
+    Two thirds are the most likely of the target's wanted [R, num_ids]."""
     num_best = num_columns * 2 // 3
     order = wanted.sum(0).argsort(descending=True)
     best, rest = order[:num_best], order[num_best:]
@@ -149,13 +152,13 @@ def _columns(wanted: Tensor, num_columns: int, seed: int) -> tuple[Tensor, Tenso
 
 
 class Trainer:
-    """One head and its optimizers, as the last checkpoint left them, or new. Of several processes, that of rank 0
-    leads: it keeps checkpoints and checks held-out dialogues."""
+    """One head and its optimizers, new or from the last checkpoint. The process of rank 0 leads: it writes checkpoints
+    and checks held-out dialogues."""
 
     def __init__(
         self, target: TargetParts, options: HeadOptions, report: Callable[[str], None] = print, rank: int = 0
     ) -> None:
-        """report: called with each line that a person may want to read."""
+        """Loads the last checkpoint, or begins. report: called with each line for the user."""
         self._target, self._options, self._report, self._rank = target, options, report, rank
         self._path = options.folder / STATE_FILE
         self._corpus = Corpus(options.dialogues)
@@ -199,9 +202,9 @@ class Trainer:
         return self.progress.step >= self.num_steps
 
     def go_on(self) -> None:
-        """Begins another run from the weights as they are, over all data that there are now, or over the new alone.
+        """Begins another run from the current weights, over all data or over the new alone.
 
-        Raises ConfigError where there are no new data.
+        Raises ConfigError if there are no new data.
         """
         old, num_shards = self.progress, len(self._corpus.shards)
         if self._options.new_data and num_shards <= old.num_shards:
@@ -212,9 +215,9 @@ class Trainer:
     def run(
         self, on_step: Callable[[int], object] = lambda done: None, on_check: Callable[[], object] = lambda: None
     ) -> None:
-        """Trains to the end of the plan; then the leader checks all held-out dialogues and saves the head.
+        """Trains to the end of the plan. The leader then checks all held-out dialogues and saves the head.
 
-        on_step: called with the steps done; on_check: when a checkpoint has been written.
+        on_step: called with the steps done; on_check: after each checkpoint.
         """
         options, progress = self._options, self.progress
         batches = self._batches()
@@ -239,7 +242,7 @@ class Trainer:
                 on_check()
 
     def save(self) -> None:
-        """Writes the checkpoint, whole or not at all."""
+        """Writes the checkpoint atomically."""
         state = {
             "shape": self._shape,
             "head": self.head.state_dict(),
@@ -252,7 +255,7 @@ class Trainer:
         partial.replace(self._path)
 
     def _batches(self) -> list[list[tuple[int, int]]]:
-        """This process's: as many for each; fewer than there are processes are left over, and left out."""
+        """Returns this process's batches; all have equally many, and a remainder is dropped."""
         run, size = self.progress, self._options.processes
         every = [
             batch
@@ -305,7 +308,7 @@ def device_of(options: HeadOptions) -> str:
 
 
 def load_state(options: HeadOptions) -> dict[str, Any]:
-    """The last checkpoint. Raises ConfigError where there is none, or one of an earlier layout."""
+    """Returns the last checkpoint. Raises ConfigError if there is none, or an older format."""
     path = options.folder / STATE_FILE
     if not path.exists():
         raise ConfigError(f"{path}: missing; run the stage train first")
@@ -316,9 +319,9 @@ def load_state(options: HeadOptions) -> dict[str, Any]:
 
 
 def shape_of(target: TargetParts, options: HeadOptions, begun: dict[str, int] | None) -> dict[str, int]:
-    """num_ids, num_kv_heads and intermediate_size as training began, or as it is to begin.
+    """Returns num_ids, num_kv_heads and intermediate_size from the checkpoint or, for a new head, the options.
 
-    Raises ConfigError where an option asks for others than it began with, or for what cannot be.
+    Raises ConfigError if an option contradicts the checkpoint, or is impossible.
     """
     spec = target.spec
     defaults = {

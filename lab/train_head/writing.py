@@ -1,7 +1,7 @@
-"""The target writes its own training data: a question, then its answer, many conversations side by side.
+"""Writes the target's own training data: a question, then its answer, many conversations side by side.
 
-Rows go through the engine's own runner, in slots with blocks of their own: no request comes or goes, so there is
-nothing to schedule. Each row's features stay in the runner's pool until the conversation is whole.
+Rows go through the engine's runner, in slots with their own blocks; no requests come or go, so nothing is scheduled.
+Each row's features stay in the runner's pool until the conversation is complete.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ QUESTION_TEMPERATURE, QUESTION_TOP_P, ANSWER_TEMPERATURE = 1.0, 0.95, 0.8
 
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """Token ids that a chat template puts around a question."""
+    """The token ids that a chat template puts around a question."""
 
     before: list[int]
-    after: list[int]  # up to where the answer begins
+    after: list[int]  # up to the start of the answer
     end_ids: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
 class Conversation:
-    """One that is being written; its target runs one token of it at a time."""
+    """A conversation in progress; the target runs one of its tokens at a time."""
 
     frame: ChatFrame
     options: HeadOptions
-    forced: list[int]  # tokens that come next whatever the target says, the last one first
+    forced: list[int]  # tokens that come next whatever the logits, in reverse order
     is_greedy: bool
-    token_ids: list[int] = field(default_factory=list)  # the last one is to be run
-    answer_start: int = 0  # 0 while the question is written, and for ever where it has no end
-    best_ids: list[int] = field(default_factory=list)  # behind each token that was run
+    token_ids: list[int] = field(default_factory=list)  # the last one has not run yet
+    answer_start: int = 0  # 0 during the question, and if the question never ends
+    best_ids: list[int] = field(default_factory=list)  # after each token that ran
 
     def __post_init__(self) -> None:
         self.token_ids.append(self.forced.pop())
 
     def advance(self, logits: np.ndarray, rng: np.random.Generator) -> bool:
-        """The next token enters: a forced one, or one of logits [vocab_size]. Returns whether that was the last."""
+        """Appends a forced token, or one drawn from logits [vocab_size]. Returns whether it was the last."""
         self.best_ids.append(int(logits.argmax()))
         if not self.forced and self._take(self._drawn(logits, rng)):
             return True
@@ -68,13 +68,13 @@ class Conversation:
         return False
 
     def _drawn(self, logits: np.ndarray, rng: np.random.Generator) -> int:
-        """A question is drawn at temperature 1 from the best 95 %."""
+        """Draws a question's token at temperature 1 from the best 95 %."""
         if not self.answer_start:
             return draw(logits, QUESTION_TEMPERATURE, QUESTION_TOP_P, rng)
         return int(logits.argmax()) if self.is_greedy else draw(logits, ANSWER_TEMPERATURE, 1.0, rng)
 
     def _take(self, token: int) -> bool:
-        """A drawn token enters, ends the question or, where it returns True, the conversation."""
+        """Appends a drawn token. It may end the question or, if it returns True, the conversation."""
         frame = self.frame
         is_end = token in frame.end_ids or token == frame.after[0]
         if self.answer_start:
@@ -92,10 +92,10 @@ class Conversation:
 
 
 class RunnerOfStates(LlvmRunner):
-    """A runner that gives the last layer's output beside the logits."""
+    """A runner that returns the last layer's output with the logits."""
 
     def run_whole(self, rows: RowBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Logits [R, vocab_size] and hidden states [R, hidden_size], in buffers that the next call overwrites."""
+        """Returns logits [R, vocab_size] and hidden states [R, hidden_size]; the next call overwrites them."""
         results = self._run(0, rows, None, None)
         return results.logits, results.hidden[: rows.logit_rows.size]
 
@@ -104,9 +104,10 @@ class Writer:
     """Writes conversations in `num_slots` slots of an engine, one token of each per step."""
 
     def __init__(self, engine_dir: Path, feature_layers: tuple[int, ...], options: HeadOptions, run: int) -> None:
-        """engine_dir: of runtime llvm, its target uncut. run: another number in each run, by which its draws differ.
+        """Opens an engine of runtime llvm with an unsegmented target. run: the number of this run; its draws depend on
+        it.
 
-        Raises RequestError where the target has no chat template, ConfigError where a template hides the question.
+        Raises RequestError if the target has no chat template, ConfigError if a template hides the question.
         """
         manifest = EngineManifest.load(engine_dir)
         self._options, self._rng = options, np.random.default_rng((options.seed, run))
@@ -136,7 +137,7 @@ class Writer:
         self._slots = [self._open() for _ in range(num_slots)]
 
     def step(self) -> list[Dialogue]:
-        """Runs one token of each conversation; returns those that are whole."""
+        """Runs one token of each conversation. Returns the complete ones."""
         every = np.arange(len(self._slots))
         positions = np.array([len(slot.token_ids) - 1 for slot in self._slots])
         rows = RowBatch(
@@ -153,7 +154,7 @@ class Writer:
             if slot.advance(logits[i], self._rng):
                 if slot.answer_start:
                     done.append(self._whole(i))
-                self._slots[i] = self._open()  # it writes over the blocks of the one before
+                self._slots[i] = self._open()  # reuses the blocks of the conversation before
         return done
 
     def close(self) -> None:
@@ -167,7 +168,7 @@ class Writer:
         return Conversation(self._frame, self._options, list(reversed(forced)), is_greedy)
 
     def _whole(self, index: int) -> Dialogue:
-        """The tokens that were run: the last one was drawn and not run, and is left out."""
+        """Returns the tokens that ran, without the last one, which was drawn only."""
         slot, table = self._slots[index], self._tables[index]
         n = len(slot.best_ids)
         features = [pool[table].reshape(-1, pool.shape[-1])[:n] for pool in self._pool.features.values()]
@@ -183,7 +184,7 @@ class Writer:
 
 
 def read_frame(manifest: EngineManifest, tokenizer: TextTokenizer) -> ChatFrame:
-    """Raises RequestError where the target has no chat template, ConfigError where a template hides the question."""
+    """Reads the chat template's frame. Raises RequestError if there is none, ConfigError if it hides the question."""
     text, _ = tokenizer.encode_chat("chat template", json.dumps([{"role": "user", "content": MARK}]))
     before, mark, after = text.partition(MARK)
     if not (mark and before and after):
@@ -192,7 +193,7 @@ def read_frame(manifest: EngineManifest, tokenizer: TextTokenizer) -> ChatFrame:
 
 
 def draw(logits: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
-    """One index of logits [K]: from the smallest set of best ones that holds top_p of the probability."""
+    """Draws an index of logits [K] from the smallest set of best ones that holds top_p of the probability."""
     best = logits.max()
     ids = np.flatnonzero(logits >= best + temperature * np.log(RAREST))  # sorting all of V would cost more than the row
     weights = np.exp((logits[ids] - best).astype(np.float64) / temperature)
@@ -205,9 +206,9 @@ def draw(logits: np.ndarray, temperature: float, top_p: float, rng: np.random.Ge
 def write_dialogues(
     options: HeadOptions, engine_dir: Path, feature_layers: tuple[int, ...], on_tokens: Callable[[int], None]
 ) -> None:
-    """Adds shards until there are num_tokens. on_tokens: called with how many there are after each shard.
+    """Adds shards until there are num_tokens. on_tokens: called with the total after each shard.
 
-    The begun shard of a run that is cut off is lost, and what lies in slots.
+    An interrupted run loses its unfinished shard.
     """
     directory = options.dialogues
     directory.mkdir(parents=True, exist_ok=True)
