@@ -10,19 +10,8 @@ from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.plugins.tensorrt_import import Flavour, import_tensorrt
 
 FLAVOURS: dict[str, Flavour] = {"tensorrt": "full", "tensorrt_rtx": "rtx"}
-MODULES = (
-    "torch",
-    "triton",
-    "cuda.bindings.driver",
-    "cuda.core",
-    "tensorrt",
-    "tensorrt_rtx",
-    "pydantic",
-    "tokenizers",
-    "safetensors",
-    "tritonclient",
-    "pytriton",
-)
+MODULES = ("torch", "triton", "cuda.bindings.driver", "cuda.core", "tensorrt", "tensorrt_rtx", "pydantic", "tokenizers")
+MODULES += ("safetensors", "tritonclient", "pytriton")
 
 
 def device(context: Context) -> Result:

@@ -54,7 +54,7 @@ class HeadOptions(OptionTable):
 
     @property
     def folder(self) -> Path:
-        """The folder of data and checkpoints."""
+        """Returns the folder of data and checkpoints."""
         return self.work or self.output.with_name(f"{self.output.name}.work")
 
     @property

@@ -298,7 +298,9 @@ class Trainer:
         shares, kept = self._objective.agreement(self.head, self._corpus.held_out()[:num_dialogues])
         self.progress.checks.append((self.progress.num_rows, shares, kept))
         shown = " / ".join(f"{share:.3f}" for share in shares)
-        self._report(f"held-out agreement at depth 1 to {DEPTHS}: {shown}, chains of {CHAIN} keep {kept:.2f}")
+        self._report(
+            f"held-out agreement at depth 1 to {DEPTHS}: {shown}, {kept:.2f} tokens of chains of {CHAIN} accepted"
+        )
 
 
 def device_of(options: HeadOptions) -> str:
