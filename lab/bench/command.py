@@ -1,7 +1,7 @@
-"""`faser bench`: the ladder, a timeline per pipeline mode, and three files that appear together at the end.
+"""Runs `faser bench`: the ladder, a timeline per pipeline mode, and three files that are written together at the end.
 
-It says before what memory and time it will take. A run that is interrupted writes the loads that it has measured whole;
-one that has none leaves what was there as it was.
+It prints beforehand how much memory and time it needs. An interrupted run writes the loads that it has measured
+completely. If there are none, it leaves the output unchanged.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ from faser_backend.serving.processes import terminable
 from faser_backend.serving.profile_store import load_profile
 from faser_backend.text.tokenizer import load_tokenizer
 
-REPORT_BYTES = 32 << 20  # of all three files, at most
-# Of timelines: a fixed length forced into each pipeline mode, then the policy that chooses for itself.
+REPORT_BYTES = 32 << 20  # at most, of all three files together
+# Policies of timelines: a fixed length in each pipeline mode, then the policy that chooses the mode.
 MODES = {"serial": FIXED_REFERENCE, "run_ahead": FIXED_REFERENCE, "ping_pong": FIXED_REFERENCE, "auto": WHOLE}
 TIMELINE_STEPS, TIMELINE_CLIENTS, TIMELINE_TOKENS = 200, 8, 100
 
 
 def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
-    """Measures, then writes bench.json, report.html and timeline.json into the output. Raises FaserError."""
+    """Measures, then writes bench.json, report.html and timeline.json to options.output. Raises FaserError."""
     if options.budget_s is not None and not options.budget_s > 0:
         raise ConfigError(f"--budget-s = {options.budget_s:g}: must be above 0")
     with terminable():
@@ -79,7 +79,7 @@ class BenchRun:
     """One run of the benchmark. The report shows `missing` and `warnings`."""
 
     def __init__(self, options: BenchOptions, sizing: Sizing) -> None:
-        """Reads everything that is asked: what is wrong with it is said before anything takes time."""
+        """Reads and checks all inputs, so that errors are reported before anything takes time."""
         budget_s = math.inf if options.budget_s is None else options.budget_s
         self._end_s = time.monotonic() + budget_s
         self._options, self._sizing = options, sizing
@@ -94,7 +94,7 @@ class BenchRun:
         self._ensure_profile()
         self._workload = self._make_workload()
         self._meta: dict[str, Any] = environment.describe(options.seed)
-        self._memory = plan_memory(self._manifest, len(self._contestants) + 1)  # and one of a timeline
+        self._memory = plan_memory(self._manifest, len(self._contestants) + 1)  # one more for timelines
 
     def run(self, command: str) -> bool:
         """Returns whether everything was measured."""
@@ -159,7 +159,7 @@ class BenchRun:
         return prompts
 
     def _ensure_profile(self) -> None:
-        """The demo pair is profiled quickly where nobody did; elsewhere the report says that policies guess."""
+        """Profiles the demo pair if it has no profile. Adds a warning for other engines without one."""
         try:
             load_profile(self._engine_dir, self._manifest)
         except ConfigError as error:
@@ -180,9 +180,9 @@ class BenchRun:
         return Workload(prompts, maker, lengths, max_context * 9 // 10, options.seed)
 
     def _config(self, policy: str, **changes: object) -> EngineConfig:
-        # Prompts come again in every repeat: without reuse each answer pays for its own prefill.
+        # Every repeat asks the same prompts. Without reuse, each answer pays for its own prefill.
         return EngineConfig.from_options(
-            policy=FIXED_REFERENCE if policy == ORACLE else policy,  # it takes the policy's place
+            policy=FIXED_REFERENCE if policy == ORACLE else policy,  # replaced by the oracle below
             max_num_seqs=MAX_NUM_SEQS,
             max_queue_size=0,
             num_kv_blocks=self._memory.num_kv_blocks,
@@ -228,7 +228,7 @@ class BenchRun:
     def _timelines(
         self, place: InProcess, bar: Any, sizing: Sizing, latest_s: float
     ) -> tuple[list[dict[str, Any]], list[str]]:
-        """Returns events of a few hundred steps of each pipeline mode, and the names of the modes."""
+        """Returns the events of up to TIMELINE_STEPS steps of each pipeline mode, and the names of the modes."""
         task = bar.add_task("timelines", total=len(MODES))
         events: list[dict[str, Any]] = []
         shown: list[str] = []
@@ -257,7 +257,7 @@ class BenchRun:
 
 
 def write_files(output: Path, bench: dict[str, Any], events: list[dict[str, Any]]) -> None:
-    """Writes all files; each is complete before any of them replaces an older one."""
+    """Writes all files into a temporary directory, then replaces the older ones."""
     texts = {
         "bench.json": json.dumps(bench, indent=1) + "\n",
         "report.html": render(bench),

@@ -1,6 +1,6 @@
-"""Contestants under a load, in turns over the same jobs; and the ladder of `faser bench`, load after load.
+"""Measures contestants that alternate over the same jobs, and runs the ladder of `faser bench`, load by load.
 
-Knows nothing of what a contestant is: an engine of ours in this process, a server, or a program of others.
+A contestant is an engine in this process, a server, or another program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PEAK_TO_TROUGH = 35.0  # of the arrival rate, as in the trace that the FASER pap
 BURSTY_SHARE = 0.5  # mean arrival rate, as a share of what the reference sustains when saturated
 
 Served = tuple[list[Answer], float]  # an answer per job, and seconds
-Serve = Callable[[Sequence[str]], Iterable[tuple[str, Served]]]  # has contestants answer the jobs, in this order
+Serve = Callable[[Sequence[str]], Iterable[tuple[str, Served]]]  # lets contestants answer the jobs, in this order
 
 
 def measure(
@@ -47,11 +47,11 @@ def measure(
     more: Callable[[str], dict[str, float]] = lambda name: {},
     before: Callable[[str], None] = lambda name: None,
 ) -> list[dict[str, Any]]:
-    """A row per contestant, medians over the repeats, each of which another one begins. The first one's answers and
-    speed are what the others' are held against.
+    """Returns a row per contestant, with medians over the repeats. The first contestant is the reference, whose answers
+    and speed the others are compared with. The order rotates from repeat to repeat.
 
-    before, more: called before a contestant's run, and for figures of the run that just ended. One that is not
-    served in any repeat has no row.
+    before: called before a contestant's run. more: returns further figures of the run that just ended. A contestant
+    that is served in no repeat has no row.
     """
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     categories: dict[str, list[Categories]] = {name: [] for name in names}
@@ -82,7 +82,7 @@ class Workload:
 
     prompts: list[Prompt]
     maker: PromptMaker
-    lengths: Trace | None  # None: made up
+    lengths: Trace | None  # None: synthetic
     max_context: int
     seed: int
 
@@ -137,12 +137,12 @@ class Ladder:
         by_name = {each.name: each for each in taking_part(self.contestants, load, self.sizing)}
 
         def serve(order: Sequence[str]) -> Iterable[tuple[str, Served]]:
-            told = 0.0
+            reported = 0.0
 
             def on_turn(share: float) -> None:
-                nonlocal told
-                self.report(f"{load.name}, T={temperature:g}", (share - told) * len(order))
-                told = share
+                nonlocal reported
+                self.report(f"{load.name}, T={temperature:g}", (share - reported) * len(order))
+                reported = share
 
             return self.place.serve_in_turns(order, jobs, feed, on_turn).items()
 
@@ -160,8 +160,8 @@ class Ladder:
             self.rows.append(row | where | {"spec": each.policy, "options": each.options})
 
     def _closed(self, load: Load, temperature: float) -> tuple[list[Job], Feed]:
-        """As many whole waves of jobs as keep the reference busy for sizing.cell_s; min_waves at least, and enough to
-        ask something of every category."""
+        """Returns whole waves of jobs that keep the reference busy for sizing.cell_s: at least min_waves, and a job of
+        each category."""
         sizing, count, prompts, seed = self.sizing, load.num_clients, self.workload.prompts, self.workload.seed
         trial = jobs_of(prompts, count, sizing.max_tokens, temperature, seed)
         self.place.run(REFERENCE, trial[: max(1, count // 4)], count)

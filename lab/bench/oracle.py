@@ -1,7 +1,7 @@
-"""The oracle on a real engine: it drafts exactly the tokens that will be accepted, as it saw when it was warmed up.
+"""The oracle on a real engine: it drafts exactly the tokens that will be accepted, which it learned in its warm-up.
 
-Under sample-and-match whether a draft token is accepted is a property of the text, so answers that were given once tell
-it for ever. Texts that it does not know are drafted for at full length, and what becomes of them is remembered.
+Under sample-and-match, the text alone decides whether a draft token is accepted, so one earlier answer is enough. For
+an unknown text the oracle drafts at full length and records the outcome.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 
-Text = tuple[bytes, int, float]  # prompt, seed, temperature: what fixes an answer
+Text = tuple[bytes, int, float]  # prompt, seed, temperature: they determine an answer
 
 
 class ReplayOracle(OraclePolicy):

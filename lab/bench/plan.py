@@ -1,7 +1,7 @@
-"""How much memory and time a benchmark takes: said and checked before it begins, and less of it where that is too much.
+"""Estimates the memory and time of a benchmark before it begins, and reduces the benchmark to what is available.
 
-All contestants are open at once, for they take turns. Engines of one directory read one mapped weight file where the
-runtime maps it; each has KV pools of its own. Knows nothing of engines.
+All engines are open at once, because they alternate. Engines of one directory share one mapped weight file if the
+runtime maps it. Each has its own KV pools.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from faser_backend.lab.contestants import LOADS, MAX_NUM_SEQS, Contestant, Load,
 from faser_backend.manifest import EngineManifest
 
 GIB = 1 << 30
-POOL_SHARE = 0.5  # of the memory that is left beside weights: answers, buffers and others need some too
-ENGINE_BYTES = 24 << 20  # buffers of calls and tables of positions, about
+POOL_SHARE = 0.5  # of the memory beside weights: answers, buffers and other processes need the rest
+ENGINE_BYTES = 24 << 20  # roughly: buffers of calls and position tables
 MAX_CONTEXT = 768  # of a request of the bench; bounds the KV pools of all engines together
 PROBE_TOKENS = 6
-MIN_TOKENS = 8  # of an answer: shorter ones are prompts more than answers
+MIN_TOKENS = 8  # of an answer: shorter ones measure mostly prompts
 TIMELINE_WAVES, TRIAL_WAVES = 4, 1.25
-SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # of answers and loops, tried in turn
+SHARES = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.1)  # of lengths and durations, in the order of trial
 CLOSED_LOADS = [load for load in LOADS if not load.is_open]  # the busiest last
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """num_kv_blocks of each engine; in words what all of them take, where this process counts it."""
+    """The KV blocks of each engine, and the memory of all engines in words ("" if the runtime counts it)."""
 
     num_kv_blocks: int
     words: str = ""
 
 
 def plan_memory(manifest: EngineManifest, num_engines: int, available_bytes: int | None = None) -> MemoryPlan:
-    """KV blocks for every request in flight, or as many as fit. Elsewhere than on a CPU the runtime counts its memory
-    itself, as it opens.
+    """Returns a plan with KV blocks for every request in flight, or as many as fit. On a GPU the runtime counts its
+    memory when it opens.
 
-    available_bytes: None asks this machine. Raises ConfigError where not even one context of each engine fits.
+    available_bytes: None asks this machine. Raises ConfigError if not even one context of each engine fits.
     """
     models, size = ModelPair(manifest.target, manifest.draft), manifest.kv_block_size
     context = manifest.target.spec.max_context
@@ -75,7 +75,7 @@ def available_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds of the reference under a load until all of a wave's requests have a token, and from each token on."""
+    """Seconds of the reference until all requests of a wave have a token, and per further token."""
 
     first_s: float
     token_s: float
@@ -92,8 +92,7 @@ class Speed:
 
 
 def load_s(load: Load, sizing: Sizing, contestants: list[Contestant], speeds: Mapping[str, Speed]) -> float:
-    """Seconds that a load takes at one temperature, as if all were as fast as the reference. speeds: by name of
-    a closed load."""
+    """Estimates the seconds of a load at one temperature, all at the reference's speed. speeds: by closed load."""
     num_runs = len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1)
     if load.is_open:
         return 2 * speeds[CLOSED_LOADS[-1].name].wave_s(2 * sizing.max_tokens) + num_runs * sizing.bursty_s
@@ -117,8 +116,8 @@ def estimate_s(
 def fitted(
     sizing: Sizing, contestants: list[Contestant], speeds: Mapping[str, Speed], budget_s: float, timeline_modes: int = 0
 ) -> Sizing:
-    """The sizing, with shorter answers and then fewer repeats where it would take longer than budget_s; the smallest
-    where none fits."""
+    """Returns the sizing, reduced to budget_s by shorter answers and then by fewer repeats, or the smallest sizing if
+    none fits."""
     tried = sizing
     for repeats, share in product(range(sizing.repeats, 0, -1), SHARES):
         tried = replace(

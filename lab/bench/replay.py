@@ -1,7 +1,7 @@
-"""`faser replay`: a request trace against a running server, each request sent when it is due (open loop).
+"""Runs `faser replay`: sends the requests of a trace to a running server when they are due (open loop).
 
-Times count from when a request was due, so that waiting for a slow client or a full server is seen;
-how late requests left is told beside them.
+Times count from when a request was due, so that they include waiting for a slow client or a full server. The delay of
+sending is reported beside them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from faser_backend.text.prompts import read_prompts
 
 CONNECT_TIMEOUT_S = 10.0
 REPORT_BYTES = 1 << 20
-SPARE_TOKENS = 16  # a prompt that is tokenised again may have grown by a few
+SPARE_TOKENS = 16  # a prompt may grow by a few when it is tokenised again
 
 
 @dataclass(slots=True)
@@ -50,9 +50,9 @@ class Replayed:
 
 
 def run_replay(options: ReplayOptions) -> int:
-    """Replays, prints and writes what was measured, also after Ctrl-C. Returns the exit status. Raises FaserError."""
+    """Replays a trace, then prints and writes figures, also after Ctrl-C. Returns the exit status."""
     _check(options)
-    # The command ends quietly when its output is cut off, but a connection that ends must not end it.
+    # The command ends quietly when its output is closed, but the end of a connection must not end it.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)
     jobs = trace_jobs(trace, _maker(options), options.temperature, options.seed)
@@ -151,7 +151,7 @@ def kind_of(error: Exception) -> str:
 
 
 def figures(replayed: Replayed, trace: Trace) -> dict[str, Any]:
-    """Returns plain values: counts, lateness, and percentiles if anything was answered."""
+    """Returns counts, the lateness of sending, and percentiles if anything was answered, as plain values."""
     seconds = replayed.end_s - replayed.start_s
     found: dict[str, Any] = {
         "num_requests": len(trace),

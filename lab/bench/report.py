@@ -1,4 +1,4 @@
-"""The HTML report: one file without links to fetch, made of bench.json's content alone."""
+"""Renders the content of bench.json as an HTML report: one file that fetches nothing."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ SPEED = _columns(
     ("p99", "itl_ms_p99", "{:.2f}", "ms", "The same, 99th percentile."),
     ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
     ("p99", "e2e_ms_p99", "{:.0f}", "ms", "The same, 99th percentile."),
-    ("differ", "num_different", "{}", "answers", "Answers unlike plain decoding's."),
+    ("differ", "num_different", "{}", "answers", "Answers that differ from those of plain decoding."),
 )
 WORK = _columns(
     ("batch", "mean_batch_size", "{:.1f}", "requests", "Requests verified in a step, mean."),
@@ -104,16 +104,16 @@ WORK = _columns(
     ("drafted", "rows_drafted", "{:.0f}", "tokens", "Draft tokens that reached a verification."),
     ("of these accepted", "rows_accepted", "{:.0f}", "tokens", "Draft tokens that were accepted."),
     ("verified", "rows_verified", "{:.0f}", "rows", "Rows that entered the target's verifications."),
-    ("trimmed", "rows_trimmed", "{:.0f}", "rows", "Rows that confidence left out before verification."),
+    ("trimmed", "rows_trimmed", "{:.0f}", "rows", "Rows left out before verification, for low confidence."),
     ("pruned", "rows_pruned", "{:.0f}", "rows", "Rows that left at an exit layer."),
     ("work accepted", _share("accepted"), "{:.1f}", "%", "Row-layers whose row gave a token."),
-    ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows run whole, behind a rejection."),
+    ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows behind a rejection that ran all layers."),
     ("pruned", _share("pruned"), "{:.1f}", "%", "Row-layers that pruned rows ran before they left."),
     ("saved by trim", "row_layers_saved_by_trim", "{:.0f}", "row-layers", "Layers that trimmed rows did not run."),
     ("by exit", "row_layers_saved_by_exit", "{:.0f}", "row-layers", "Layers that pruned rows did not run."),
-    ("retention", _percent("retention"), "{:.1f}", "%", "Accepted, of what would have been without trim and exit."),
-    ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Of drafting and verifying time, both at once."),
-    ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead that fell with the chain before them."),
+    ("retention", _percent("retention"), "{:.1f}", "%", "Share of acceptable draft tokens that trim and exit kept."),
+    ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Share of model time in which both models ran."),
+    ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead whose preceding chain was rejected."),
     ("plan mean", "plan_us_mean", "{:.0f}", "us", "Scheduler and policy per step, learning included."),
     ("p50", "plan_us_p50", "{:.0f}", "us", "The same, median."),
     ("p99", "plan_us_p99", "{:.0f}", "us", "The same, 99th percentile."),
@@ -133,7 +133,7 @@ CATEGORIES = _columns(
 
 
 def render(bench: dict[str, Any]) -> str:
-    """bench: the content of bench.json."""
+    """Returns the report as HTML. bench: the content of bench.json."""
     environment = Environment(
         loader=PackageLoader("faser_backend.lab.bench", "."), autoescape=True, undefined=StrictUndefined
     )
@@ -157,7 +157,7 @@ def render(bench: dict[str, Any]) -> str:
 
 
 def _ticks(text: str) -> Markup:
-    """`word` becomes code."""
+    """Turns a word in backticks into HTML code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
@@ -177,8 +177,8 @@ def _temperature(value: float) -> str:
 
 
 def draw_gains(rows: list[Row]) -> Figure:
-    """A mark per contestant, a panel per load: how much better than the reference, from the worst to the best repeat.
-    Hollow: ablations."""
+    """Draws a panel per load, with a mark per contestant: its gain over the reference, from the worst to the best
+    repeat. Hollow marks are ablations."""
     names, loads, temperatures = (_distinct(rows, key) for key in ("policy", "load", "temperature"))
     size = (2.6 * len(loads) + 1.6, 0.29 * len(names) + 1.4)
     figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size, layout="constrained")
@@ -209,7 +209,7 @@ def draw_gains(rows: list[Row]) -> Figure:
 
 
 def draw_throughput_latency(rows: list[Row]) -> Figure:
-    """A line per policy through the closed loops: tokens per second against time per output token."""
+    """Draws a line per policy through the closed loops: tokens per second and time per output token."""
     closed = [row for row in rows if row["load"] != BURSTY.name and not row["options"]]
     temperatures = _distinct(closed, "temperature")
     size = (4.6 * len(temperatures) + 1.8, 3.9)
@@ -236,7 +236,7 @@ def draw_throughput_latency(rows: list[Row]) -> Figure:
 def roofline(target: ModelEngine) -> dict[str, float]:
     """Returns the least times of a target call, attention left out: bytes and operations over the machine's limits."""
     weight_bytes, flops, num_threads = target.num_weight_bytes, row_flops(target.spec), len(os.sched_getaffinity(0))
-    with closing(MachineLimits(num_threads, weight_bytes // num_threads)) as limits:  # the weights' own caches serve
+    with closing(MachineLimits(num_threads, weight_bytes // num_threads)) as limits:  # cached as weights are
         bandwidth = median(limits.bandwidth() for _ in range(ROOFLINE_REPEATS))
         peak = median(limits.peak() for _ in range(ROOFLINE_REPEATS))
     memory_s, row_s = weight_bytes / bandwidth, flops / peak
@@ -252,7 +252,7 @@ def roofline(target: ModelEngine) -> dict[str, float]:
 
 
 def roofline_in_words(found: dict[str, float], rows: list[Row]) -> str:
-    """The floors, and how the reference's smallest verification compares with them."""
+    """Returns the floors in words, with the reference's verification of one row beside them."""
     text = (
         f"Weights {found['weight_bytes'] / 1e6:.1f} MB, {found['flops_per_row'] / 1e6:.1f} MFLOP per row. Measured "
         f"here: memory is read at {found['read_gb_per_s']:.1f} GB/s, float32 matrix products run at "
@@ -278,7 +278,7 @@ class MachineLimits:
     """Measures the limits of the machine on num_threads threads: memory bandwidth and float32 operations per second."""
 
     def __init__(self, num_threads: int, read_bytes: int = READ_BYTES) -> None:
-        """read_bytes: what each thread reads repeatedly; caches serve as much of it as they hold."""
+        """read_bytes: read repeatedly by each thread, partly from caches."""
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads)
         self._words = [np.ones(max(read_bytes // 8, 1), np.int64) for _ in range(num_threads)]

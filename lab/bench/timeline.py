@@ -1,7 +1,7 @@
-"""A timeline in Chrome's trace event format, for ui.perfetto.dev: the step and both lanes, side by side.
+"""Makes a timeline in Chrome's trace event format, for ui.perfetto.dev: the step and both lanes, side by side.
 
-One process per pipeline mode; in it the lanes `step`, `draft` and `target`. An event of the step lane
-carries what the step did and why the policy chose it; an event of another lane is one lap of that lane.
+Each pipeline mode is a process with the lanes `step`, `draft` and `target`. Events of the step lane carry counts and
+the policy's reason. An event of another lane is one lap.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[
         for lap in laps:
             if lap.start_ns >= start:
                 where = "step" if lap.phase in STEP_PHASES else lane
-                # An observation begins inside its step, whose record is what is observed: it is shown behind it.
+                # An observation begins inside the step that it observes, and is shown behind it.
                 begin = ends[bisect_right(ends, lap.end_ns) - 1] if lap.phase == "observe" else lap.start_ns
                 shown = SHOWN.get(lap.phase, lap.phase)
                 events.append(_event(shown, (process, where), (begin, lap.end_ns), start))
     return events
 
 
-def _event(name: str, place: tuple[int, str], span_ns: tuple[int, int], origin_ns: int) -> dict[str, Any]:
-    """A slice on lane place[1] of process place[0]."""
-    process, lane = place
+def _event(name: str, track: tuple[int, str], span_ns: tuple[int, int], origin_ns: int) -> dict[str, Any]:
+    """Returns a slice of a track, which is a process and one of its lanes."""
+    process, lane = track
     start, end = ((moment_ns - origin_ns) / 1e3 for moment_ns in span_ns)
     return {"ph": "X", "name": name, "cat": lane, "pid": process, "tid": LANES[lane], "ts": start, "dur": end - start}
 
 
 def _args(note: StepNote) -> dict[str, Any]:
-    """Counts of the step; of a policy that weighs ways to run a step, also its reason and the best of its scores."""
+    """Returns the counts of a step, with the reason and the best score of a policy that weighs candidates."""
     args: dict[str, Any] = {
         "batch_size": len(note.sequences),
         "drafted": int(note.num_drafted.sum()),

@@ -1,6 +1,6 @@
-"""Text requests to a running server over gRPC streams.
+"""Sends text requests to a running server over gRPC streams.
 
-Built on the wire messages, as light as Python allows: responses are time-stamped when they come and read afterwards.
+It uses the wire messages directly, to keep the client light: responses get a time stamp on arrival and are read later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[r
 from faser_backend.core.errors import FaserError
 from faser_backend.lab.answers import Answer, Job
 
-Received = tuple[float, Any]  # seconds, and the response that came then
+Received = tuple[float, Any]  # arrival in seconds, and the response
 NUM_TOKENS = "num_output_tokens"  # of a response
 COUNTERS = {  # of the request so far
     "num_drafted": "total_draft_tokens",
@@ -33,7 +33,7 @@ class RefusedError(FaserError):
 
 
 def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
-    """A text model's request for one job. end_id -1 is no token, so that only max_tokens ends a completion."""
+    """Returns a text model's request for a job. end_id -1 is no token, so that only max_tokens ends a completion."""
     content = json.dumps([{"role": "user", "content": job.prompt}]) if job.is_chat else job.prompt
     prompt = content.encode()
     fields = [
@@ -63,7 +63,7 @@ def outputs_of(response: Any) -> dict[str, bytes]:
 
 
 def read_answer(start_s: float, responses: list[Received]) -> Answer:
-    """An answer from its responses. Counters are those of the last response that has them."""
+    """Returns the answer in these responses. Counters come from the last response that has them."""
     answer = Answer(start_s, [], 0, 0, 0, "")
     text = hashlib.sha256()
     for moment, response in responses:
@@ -81,7 +81,7 @@ def read_answer(start_s: float, responses: list[Received]) -> Answer:
 
 
 async def ask(stream: Any, incoming: AsyncIterator[Any], request: Any) -> list[Received]:
-    """Sends a request over an open stream; the responses up to the final one. Raises RefusedError."""
+    """Sends a request over an open stream. Returns all responses, the final one included. Raises RefusedError."""
     responses: list[Received] = []
     await stream.write(request)
     while True:
