@@ -145,10 +145,10 @@ def _leader(group: list[Row]) -> str:
     ladder = [row for row in group if not row["options"]]
     reference = next(row for row in ladder if row["policy"] == REFERENCE)
     best = max(ladder, key=lambda row: gain(row, reference))
-    if best is reference:
-        return f"no policy beats `{REFERENCE}`: speculation does not pay here."
-    close = [f"`{row['policy']}`" for row in ladder if row is not best and not is_clear(best, row)]
+    close = [f"`{row['policy']}`" for row in ladder if row is not best and not is_clear(row, best)]
     within = f" (not distinguishable from it: {', '.join(close)})" if close else ""
+    if best is reference:
+        return f"no policy beats `{REFERENCE}`{within}: speculation does not pay here."
     return f"`{best['policy']}` leads with {gain(best, reference):.2f}x of `{REFERENCE}`{within}."
 
 
