@@ -31,10 +31,6 @@ class RuntimeSpec:
         """True if attention is part of the graph, which pads all sequences to the block table's columns."""
         return self.tensorrt == "rtx"
 
-    @property
-    def has_trees(self) -> bool:
-        return self.is_cpu
-
 
 RUNTIMES = {
     spec.name: spec

@@ -16,7 +16,7 @@ from faser_backend.core.config import CAPACITY, SPECULATION, Option, OptionTable
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.parameters import ACCESS, CONTRACT, OPENAI, SERVER, ServingOptions
 
-POLICIES = "none, fixed:K, tree:N, goodput, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
+POLICIES = "none, fixed:K, goodput, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
 SAMPLING, STORAGE, TENSORRT = "Sampling", "Formats of weights and caches", "TensorRT"
 # In the order of help:
 SECTIONS = [

@@ -110,10 +110,7 @@ class Score(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:
-    """A decision for the B sequences that are ready to decode. Only num_draft_tokens is required.
-
-    Raises ValueError for a tree that is trimmed, pruned or overlapped: trees are drafted and verified whole.
-    """
+    """A decision for the B sequences that are ready to decode. Only num_draft_tokens is required."""
 
     num_draft_tokens: list[int]  # [B], 0 = plain decoding; the scheduler clips it to what a request can use
     mode: PipelineMode = PipelineMode.SERIAL
@@ -121,13 +118,6 @@ class Decision:
     trim: TrimRule | None = None
     pruner: Pruner | None = None
     prefills_draft: bool = True  # the draft reads prompts too; else it catches up before it drafts
-    trees: bool = False  # the draft tokens of a request form a tree, not a chain
     tokens_per_us: float = 0.0  # the price that it was made by; 0: none
     scores: tuple[Score, ...] = ()  # of all candidates, for --explain and traces
     reason: str = ""  # in words, for the same readers
-
-    def __post_init__(self) -> None:
-        if self.trees and self.mode is not PipelineMode.SERIAL:
-            raise ValueError(f"trees with mode = {self.mode.value}: trees are drafted and verified in turn")
-        if self.trees and (self.trim is not None or self.pruner is not None):
-            raise ValueError("trees with a trim rule or a pruner: those judge chains")

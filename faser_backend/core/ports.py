@@ -69,36 +69,12 @@ class HeadRunner(ModelRunner, Protocol):
         ...
 
 
-class TreeRunner(ModelRunner, Protocol):
-    """A runner that takes batches with trees."""
-
-    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """Copies the pool's content of KV positions `sources` [n] to `targets` [n], of the sequences with block_tables
-        [n, max_blocks]. All are read before any is written."""
-        ...
-
-
-class TreeHeadRunner(HeadRunner, TreeRunner, Protocol):
-    """A head that drafts trees."""
-
-    def join_rows(self, pieces: list[DeviceArray]) -> DeviceArray:
-        """Concatenates hidden states that take_rows returned of earlier calls -> [n, hidden_size]."""
-        ...
-
-
 class DraftTokens(NamedTuple):
     """One draft token per row, with the draft's confidence."""
 
     tokens: np.ndarray  # [R] int64
     margins: np.ndarray  # [R] float32 >= 0: lead over the second best, noise included, in logits (times temperature)
     candidates: np.ndarray | None  # [R, C] int64: the best tokens, the chosen one first; None if not asked for
-
-
-class DraftChildren(NamedTuple):
-    """The tokens that may follow each row, the likeliest first."""
-
-    tokens: np.ndarray  # [R, C] int64, distinct in a row
-    scores: np.ndarray  # [R, C] float32, falling: processed logits, noise included (times temperature); -inf: forbidden
 
 
 class Sampler(Protocol):
@@ -164,14 +140,6 @@ class Sampler(Protocol):
 
     def to_host(self, logits: DeviceArray) -> np.ndarray:
         """Returns a private copy of logits [R, V], float32."""
-        ...
-
-
-class TreeSampler(Sampler, Protocol):
-    """A sampler that draws more than one token from a row."""
-
-    def sample_children(self, logits: DeviceArray, rows: SamplingRows, num_children: int) -> DraftChildren:
-        """Samples a token of each row and its next best tokens: num_children in all."""
         ...
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import Failure, FaserError, blamed
-from faser_backend.core.ports import DraftChildren, DraftTokens
+from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import Sampling
 from faser_backend.cpu import noise
 from faser_backend.cpu.logit_rules import LogitRules
@@ -158,17 +158,6 @@ class NumpySampler:
             margins = np.minimum((best - second) / self.parameters.inverse_temperature[rows.slots], MAX_MARGIN)
         return DraftTokens(token_ids, margins, candidates)
 
-    def sample_children(self, logits: np.ndarray, rows: SamplingRows, num_children: int) -> DraftChildren:
-        """See core.ports.TreeSampler; num_children in [1, vocab_size]. Raises as `sample` does."""
-        if not 1 <= num_children <= self._vocab_size:
-            raise ValueError(f"num_children = {num_children}: must be in [1, {self._vocab_size}]")
-        scores = self._scores(logits, rows)
-        tokens = self._pick(scores, rows)[:, None]
-        if num_children > 1:
-            tokens, _ = rank(scores, tokens[:, 0], num_children, can_overwrite=False)
-        temperatures = 1 / self.parameters.inverse_temperature[rows.slots, None]
-        return DraftChildren(tokens, np.take_along_axis(scores, tokens, axis=1) * temperatures)
-
     def candidate_margins(
         self, scores: np.ndarray, candidates: np.ndarray, rows: SamplingRows, *, with_noise: bool
     ) -> np.ndarray:
@@ -225,7 +214,7 @@ class NumpySampler:
         """Returns scores [R, V] whose argmax is each row's token: `logits` itself if all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
         if not self._num_special:
-            return self._perturbed(logits, slots, positions, has_siblings=rows.has_siblings)
+            return self._perturbed(logits, slots, positions)
         is_special = self.parameters.is_special[slots]
         special = np.flatnonzero(is_special)
         if special.size == 0:
@@ -241,9 +230,7 @@ class NumpySampler:
         scores[plain] = self._perturbed(logits[plain], slots[plain], positions[plain])
         return scores
 
-    def _perturbed(
-        self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray, *, has_siblings: bool = False
-    ) -> np.ndarray:
+    def _perturbed(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns the scores [R, V] of plain rows: `logits` itself if all are greedy."""
         if self._num_random == 0:
             return logits
@@ -254,14 +241,7 @@ class NumpySampler:
             if random.size == 0:
                 return logits
         scores = logits * self.parameters.inverse_temperature[slots, None]
-        if has_siblings and random is None:  # siblings share their noise, and making it is most of the work
-            indices: dict[tuple[int, int], int] = {}
-            drawing = zip(slots.tolist(), positions.tolist(), strict=True)
-            which = [indices.setdefault(key, len(indices)) for key in drawing]
-            slots, positions = np.array(list(indices), np.int64).T
-            scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)[which]
-        else:
-            self._subtract_noise(scores, random, slots, positions)
+        self._subtract_noise(scores, random, slots, positions)
         return scores
 
     def _subtract_noise(

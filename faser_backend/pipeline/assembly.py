@@ -15,14 +15,13 @@ from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits
-from faser_backend.core.tree import MAX_TREE_ROWS
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy, drafts_trees
+from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
 
 @dataclass(frozen=True)
@@ -57,16 +56,13 @@ def assemble(
         can_reuse=config.enable_prefix_reuse,
     )
     proposer = ports.make_proposer(PhaseTimes(ports.clock), blocks.block_tables) if policy.is_drafting else None
-    max_draft_lag = MAX_DRAFT_LAG if proposer is None else proposer.max_lag
-    if drafts_trees(policy):  # their drafts read the accepted path again
-        max_draft_lag = max(max_draft_lag, MAX_TREE_ROWS)
     scheduler = Scheduler(
         blocks,
         policy,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens,
         never_evicts=config.admission == "guaranteed_no_evict",
-        max_draft_lag=max_draft_lag,
+        max_draft_lag=MAX_DRAFT_LAG if proposer is None else proposer.max_lag,
     )
     step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
     step_runner.observers.extend(observers)

@@ -6,16 +6,13 @@ prefix): the first call of a round feeds every token that the draft has not seen
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler, TreeSampler
+from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.draft_tree import DIFFERENCE, Level, node_rows, propose_trees
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -33,8 +30,6 @@ class ModelProposer:
 
     main_source = "model"
     max_lag = MAX_DRAFT_LAG
-    fewest_tokens = 1  # of a sequence that anything can be drafted for
-    difference = DIFFERENCE  # between the logits of draft and target
 
     def __init__(
         self,
@@ -55,8 +50,6 @@ class ModelProposer:
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
-        if proposal.trees:
-            return self._draft_trees(runner, batch, proposal)
         chain = Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
         if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
@@ -66,26 +59,6 @@ class ModelProposer:
         for sequence in batch.sequences:
             sequence.num_proposals += 1
         return chain.frontier()
-
-    def _draft_trees(self, runner: ModelRunner, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        assert not self._keeps_probs and not proposal.behind.num_drafted.any(), "refused where policies are made"
-        for sequence in batch.sequences:
-            sequence.num_proposals += 1
-        lengths = np.where(batch.num_tokens >= self.fewest_tokens, proposal.num_draft_tokens, 0)
-        return propose_trees(self, runner, cast(TreeSampler, self._sampler), batch, lengths)
-
-    def run_unseen(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
-        active = list(level)
-        sequences = [batch.sequences[index] for index in active]
-        starts, stops = [seq.draft_len for seq in sequences], [seq.num_tokens for seq in sequences]
-        rows = token_range_rows(sequences, starts, stops, batch.block_tables[active], with_logits=True)
-        self.times.lap("draft_rows")
-        return run_model(runner, rows)
-
-    def run_level(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
-        rows = node_rows(batch, level, batch.num_tokens)
-        self.times.lap("draft_rows")
-        return run_model(runner, rows)
 
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         batch, step = chain.batch, 0

@@ -13,10 +13,9 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner, Partition, Sampler, TreeHeadRunner
+from faser_backend.core.ports import DeviceArray, DraftLoop, HeadRunner, ModelRunner, Partition, Sampler
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
-from faser_backend.pipeline.draft_tree import HEAD_DIFFERENCE, Level, node_rows
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
@@ -27,10 +26,8 @@ class HeadProposer(ModelProposer):
     """Drafts with the head of a partition, in turn with its target: it cannot go on behind tokens that the target
     has not seen. A sequence of one token gets no draft, for there is no row yet."""
 
-    # Rows of accepted tokens are read again in any case: of trees all of them.
-    max_lag = MAX_ADAPTIVE_TOKENS + MAX_DRAFT_LAG
-    fewest_tokens = 2  # there is no row yet of the first
-    difference = HEAD_DIFFERENCE
+    max_lag = MAX_ADAPTIVE_TOKENS + MAX_DRAFT_LAG  # rows of accepted tokens are read again in any case
+    fewest_tokens = 2  # of a sequence: the first token has no row yet
 
     def __init__(self, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray, *, keeps_probs: bool) -> None:
         super().__init__(sampler, times, block_tables, keeps_probs=keeps_probs)
@@ -95,25 +92,6 @@ class HeadProposer(ModelProposer):
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
         return self.unread_rows(chain.batch, active)
-
-    def run_unseen(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
-        rows = self.unread_rows(batch, np.array(list(level)))
-        self.times.lap("draft_rows")
-        return self._run_nodes(runner, rows, runner.run_segment(0, rows, None), level)
-
-    def run_level(self, runner: ModelRunner, batch: DecodeBatch, level: Level) -> np.ndarray:
-        """Each node goes on from what the head itself made of its parent."""
-        rows = node_rows(batch, level, batch.num_tokens - 1)  # a row holds the token behind its position
-        parents = [node.parent for nodes in level.values() for node in nodes]
-        hidden = cast(TreeHeadRunner, runner).join_rows([parent.made for parent in parents if parent is not None])
-        self.times.lap("draft_rows")
-        return self._run_nodes(runner, rows, hidden, level)
-
-    def _run_nodes(self, runner: ModelRunner, rows: RowBatch, hidden: DeviceArray, level: Level) -> np.ndarray:
-        logits, made = cast(HeadRunner, runner).run_layer(rows, hidden)
-        for row, node in enumerate(node for nodes in level.values() for node in nodes):
-            node.made = runner.take_rows(made, np.array([row]))
-        return logits
 
     def _rows_of(self, sequence: Sequence) -> int:
         """Rows that are read. A reused prefix brings its own, the last of them beside another's next token."""

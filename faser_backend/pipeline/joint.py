@@ -1,4 +1,4 @@
-"""Drafting by look-ups and by a draft model: each request's chain or tree comes from the one that promises more.
+"""Drafting by look-ups and by a draft model: each request's chain comes from the one that promises more.
 
 The look-up is made first, for all. The draft model is asked for those sequences alone that it promises more for
 (policy/drafter_choice.py), and reads then what it has missed of them.
@@ -14,7 +14,6 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import Partition
 from faser_backend.core.sequence import Sequence
-from faser_backend.core.tree import MAX_TREE_ROWS
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.in_flight import stack
 from faser_backend.pipeline.ngram import NgramProposer
@@ -32,19 +31,7 @@ class Guess:
     source: int
     num_tokens: int
     tokens: list[int]
-    parents: list[int]  # the row that each follows (core/tree.py)
-    margins: np.ndarray | None  # [K] of a chain
-
-    def num_accepted_of(self, came: list[int]) -> int:
-        """How many of the tokens that came lie on a path of it."""
-        row = num_accepted = 0
-        places = range(len(self.tokens))
-        for token in came:
-            behind = (i for i in places if self.parents[i] == row and self.tokens[i] == token)
-            if (place := next(behind, None)) is None:
-                break
-            row, num_accepted = place + 1, num_accepted + 1
-        return num_accepted
+    margins: np.ndarray  # [K]
 
 
 class JointProposer:
@@ -74,13 +61,9 @@ class JointProposer:
             self._learn(sequence)
         found = self.look_ups.look_up(batch, proposal)
         is_sampled = np.array([not each.request.sampling.is_greedy for each in batch.sequences], np.bool_)
-        if proposal.trees:
-            takes = self.choice.takes_over_tree(found, is_sampled)
-        else:
-            takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
+        takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
         self.times.lap("draft_lookup")
-        max_lag = MAX_TREE_ROWS if proposal.trees else self.model.max_lag
-        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes, max_lag)
+        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
         takes |= ~asked & (found.num_drafted > 0)
         drafted = self._draft(partition, batch, proposal, np.where(asked, wanted, 0))
         self._remember(batch, proposal, found, drafted)
@@ -100,14 +83,14 @@ class JointProposer:
             return Frontier.empty(len(batch))
         return self.model.propose(partition, batch, replace(proposal, num_draft_tokens=wanted))
 
-    def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray, max_lag: int) -> np.ndarray:
-        """Returns bool [B]: which of the sequences `asked` [B] the draft has read, up to max_lag tokens."""
+    def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray) -> np.ndarray:
+        """Returns bool [B]: which of the sequences `asked` [B] the draft has read, up to its max_lag tokens."""
         budget, chunks = self._max_prefill_tokens, []
         ready = asked.copy()
         for row in np.flatnonzero(asked):
             sequence = batch.sequences[row]
             lag = sequence.num_tokens - sequence.draft_len
-            if lag <= max_lag:
+            if lag <= self.model.max_lag:
                 continue
             num_tokens = lag - 1  # the last one is fed when it drafts
             if num_tokens > budget:
@@ -125,10 +108,9 @@ class JointProposer:
             for row in np.flatnonzero((chains.num_drafted > 0) & (proposal.behind.num_drafted == 0)):
                 count = int(chains.num_drafted[row])
                 source = int(chains.sources[row])
-                tokens, tree = chains.drafted[row, :count].tolist(), chains.tree
-                parents = list(range(count)) if tree is None else tree.parents[row, :count].tolist()
-                margins = None if chains.margins is None else chains.margins[row, :count]
-                guess = Guess(source, int(batch.num_tokens[row]), tokens, parents, margins)
+                tokens = chains.drafted[row, :count].tolist()
+                assert chains.margins is not None
+                guess = Guess(source, int(batch.num_tokens[row]), tokens, chains.margins[row, :count])
                 self._guesses.setdefault(batch.sequences[row], []).append(guess)
 
     def _learn(self, sequence: Sequence) -> None:
@@ -139,11 +121,9 @@ class JointProposer:
         is_sampled = not sequence.request.sampling.is_greedy
         for guess in guesses:
             came = sequence.token_ids[guess.num_tokens : sequence.num_tokens].tolist()
-            num_accepted = guess.num_accepted_of(came)
-            if guess.margins is None:
-                self.choice.observe_tree(is_sampled, num_accepted)
-                continue
-            num_tested = min(num_accepted + 1, len(came), len(guess.tokens))
+            matches = [token == drafted for token, drafted in zip(came, guess.tokens, strict=False)]
+            num_accepted = [*matches, False].index(False)
+            num_tested = min(num_accepted + 1, len(matches))
             self.choice.observe(guess.source, is_sampled, guess.margins, num_accepted, num_tested)
         guesses.clear()
 

@@ -31,7 +31,6 @@ class Proposal:
     behind: Frontier
     trim: TrimRule | None = None  # ends chains that are no longer worth extending
     num_candidates: int = 0  # per token, for the exit head
-    trees: bool = False  # the tokens of a sequence may form a tree
 
 
 class Proposer(Protocol):

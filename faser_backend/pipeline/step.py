@@ -191,7 +191,7 @@ class StepRunner:
         trim, pruner = plan.decision.trim, plan.decision.pruner
         num_candidates = 0 if pruner is None else pruner.num_candidates
         lengths = np.array(num_draft_tokens, np.int64)
-        proposal = Proposal(lengths, behind, trim, num_candidates, trees=plan.decision.trees)
+        proposal = Proposal(lengths, behind, trim, num_candidates)
         frontier = self.proposer.propose(self.partitions[plan.decision.partition], batch, proposal)
         if trim is None:
             return frontier

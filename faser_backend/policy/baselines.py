@@ -19,18 +19,17 @@ MAX_ACCEPTANCE = 0.98
 class FixedLength:
     """The same number of draft tokens for every request in every step (vLLM's num_speculative_tokens).
 
-    0 is plain decoding. trees: a tree of the likeliest tokens instead of a chain.
+    0 is plain decoding.
     """
 
     partitions = (WHOLE,)
 
-    def __init__(self, num_draft_tokens: int, *, trees: bool = False) -> None:
+    def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.is_drafting = num_draft_tokens > 0
-        self.drafts_trees = trees
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        return Decision([self.num_draft_tokens] * len(sequences), trees=self.drafts_trees)
+        return Decision([self.num_draft_tokens] * len(sequences))
 
     def observe(self, record: StepRecord) -> None:
         """Nothing to learn."""

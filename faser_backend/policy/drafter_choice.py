@@ -15,8 +15,6 @@ from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.policy.calibration import KINDS, MatchCalibration, margin_bins
 
-_TREES_FADE, _FIRST_KEPT = 0.98, 1.0  # by tree, and what a tree is taken to keep until some were seen
-
 
 class DrafterChoice:
     """Chooses by calibrated chances, which start from the same guess for every source."""
@@ -28,7 +26,6 @@ class DrafterChoice:
         self._version = 0  # of the curves that were read
         self._chances = np.zeros((0, 0))  # [CLIENT x kinds, M] by bin of margins
         self._means = np.zeros(0)  # [kinds] of the draft model's tokens
-        self._kept_of_tree = [_FIRST_KEPT] * len(KINDS)  # of the draft model's trees of late
 
     def takes_look_up(
         self, found: Frontier, num_wanted: np.ndarray, is_sampled: np.ndarray, trim: TrimRule | None
@@ -53,15 +50,6 @@ class DrafterChoice:
         models = ((columns < num_wanted[:, None]) * gains[kinds]).sum(axis=1)
         return (worth > 0.0) & (worth >= models)
 
-    def takes_over_tree(self, found: Frontier, is_sampled: np.ndarray) -> np.ndarray:
-        """Returns bool [B]: for which sequences the chains of `found` replace the draft's trees. is_sampled [B]."""
-        if not found.num_drafted.any():
-            return np.zeros(found.num_drafted.shape, np.bool_)
-        kinds = is_sampled.astype(np.int64)
-        is_token = np.arange(found.drafted.shape[1]) < found.num_drafted[:, None]
-        worth = np.where(is_token, self._survival(found, kinds), 0.0).sum(axis=1)
-        return (found.num_drafted > 0) & (worth >= np.array(self._kept_of_tree)[kinds])
-
     def _survival(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
         """Returns the chances [B, K] that look-ups' tokens 1..k are all accepted, for requests of kinds [B]."""
         assert found.margins is not None
@@ -82,8 +70,3 @@ class DrafterChoice:
         """Learns from one chain with margins [K]."""
         counts = np.array([num_accepted]), np.array([num_tested])
         self.calibrations[source, int(is_sampled)].observe(margins[None], *counts)
-
-    def observe_tree(self, is_sampled: bool, num_kept: int) -> None:
-        """Learns how many tokens of the draft model's tree were accepted."""
-        kept = self._kept_of_tree
-        kept[is_sampled] = _TREES_FADE * kept[is_sampled] + (1.0 - _TREES_FADE) * num_kept

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, NamedTuple
 
@@ -13,18 +13,11 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.core.tree import MAX_TREE_TOKENS
 from faser_backend.policy.baselines import FixedLength, Goodput
 from faser_backend.policy.calibration import AcceptanceModel
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
-from faser_backend.policy.speculation import (
-    MAX_ADAPTIVE_TOKENS,
-    MAX_DRAFT_TOKENS,
-    Knowledge,
-    SpeculationPolicy,
-    drafts_trees,
-)
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_TOKENS, Knowledge, SpeculationPolicy
 from faser_backend.policy.throughput_policy import ThroughputPolicy
 
 LoadKnowledge = Callable[[], Knowledge]
@@ -42,7 +35,6 @@ class NamedPolicy(NamedTuple):
 POLICIES = {
     "none": NamedPolicy("none", lambda _: FixedLength(0)),
     "fixed": NamedPolicy("fixed:K", FixedLength, MAX_DRAFT_TOKENS),
-    "tree": NamedPolicy("tree:N", partial(FixedLength, trees=True), MAX_TREE_TOKENS),
     "goodput": NamedPolicy("goodput", lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS)),
     "survival": NamedPolicy("survival", lambda load: ThroughputPolicy(load(), MAX_ADAPTIVE_TOKENS, with_modes=False)),
     "gp-lcb": NamedPolicy("gp-lcb", lambda load: GpLcb(load())),
@@ -101,8 +93,6 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     """
     knowledge = cache(load_knowledge)
     policy = parse_policy(config.policy, knowledge)
-    if drafts_trees(policy):
-        return _checked_trees(policy, config)
     is_overlapped = config.pipeline not in {"auto", PipelineMode.SERIAL.value}
     if is_overlapped and split is not None and knowledge.cache_info().currsize and not _is_measured(knowledge(), split):
         raise ConfigError(
@@ -121,19 +111,6 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
 
 def _is_measured(knowledge: Knowledge, split: str) -> bool:
     return knowledge.costs.is_measured and split in knowledge.costs.partitions
-
-
-def _checked_trees(policy: SpeculationPolicy, config: EngineConfig) -> SpeculationPolicy:
-    """Returns the policy. Raises ConfigError for options that trees do not support."""
-    for field, value, is_off, reason in (
-        ("acceptance", config.acceptance, "match", "rejection sampling tests chains of draft tokens"),
-        ("early_exit", config.early_exit, "auto off", "exits are calibrated for chains of draft tokens"),
-        ("pipeline", config.pipeline, "auto serial", "trees are drafted and verified in turn"),
-    ):
-        if value not in is_off.split():
-            allowed = is_off.replace(" ", "' or '")
-            raise ConfigError(f"policy = {config.policy!r} with {field} = {value!r}: {reason}; use '{allowed}'")
-    return policy
 
 
 class ForcedPolicy:

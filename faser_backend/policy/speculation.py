@@ -46,11 +46,6 @@ class SpeculationPolicy(Protocol):
         ...
 
 
-def drafts_trees(policy: SpeculationPolicy) -> bool:
-    """Returns whether the policy may ask for trees: its attribute of this name, False by default."""
-    return getattr(policy, "drafts_trees", False)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
     """Results of `faser profile` for an engine on this machine. Without a profile costs are guesses, the rest is empty.

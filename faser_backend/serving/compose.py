@@ -28,7 +28,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
 from faser_backend.serving import loading
-from faser_backend.serving.drafting import check_trees, make_proposer, served_models, serving_knowledge
+from faser_backend.serving.drafting import make_proposer, served_models, serving_knowledge
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from faser_backend.serving.warm_up import warm_up
 
@@ -94,7 +94,6 @@ def _assemble_with_knowledge(
 ) -> Engine:
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
-    check_trees(manifest.runtime, models, policy)
     return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
 
 

@@ -21,8 +21,7 @@ from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import with_ngrams
-from faser_backend.policy.speculation import Knowledge, SpeculationPolicy, drafts_trees
-from faser_backend.runtime_spec import RUNTIMES
+from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.profile_store import load_knowledge
 
 BOTH = "model+ngram"
@@ -57,17 +56,6 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
         return knowledge
     margins = knowledge.margins if manifest.draft is None else {}
     return Knowledge(with_ngrams(knowledge.costs), margins)
-
-
-def check_trees(runtime: str, models: ModelPair, policy: SpeculationPolicy) -> None:
-    """Raises ConfigError if the policy asks for trees that the engine cannot draft or verify."""
-    if not drafts_trees(policy):
-        return
-    if models.draft is None:
-        raise ConfigError("policy = 'tree:N': n-grams draft here, one chain at a time; use a draft model, or 'fixed:K'")
-    if not RUNTIMES[runtime].has_trees:
-        able = " or ".join(name for name, spec in RUNTIMES.items() if spec.has_trees)
-        raise ConfigError(f"policy = 'tree:N': {runtime!r} verifies chains; use 'fixed:K', or build for {able}")
 
 
 def make_proposer(

@@ -19,7 +19,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.demo_engine import demo_engine_dir
-from faser_backend.serving.drafting import check_trees, served_models, serving_knowledge
+from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_teller
 from faser_backend.serving.parameters import ServeOptions
@@ -51,8 +51,7 @@ def check_engine(
     models = served_models(manifest, config)
     drafts_apart = models.draft is not None and not models.draft.spec.reads_target
     split = WHOLE if drafts_apart else None  # which splits there are, devices know
-    policy = make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
-    check_trees(manifest.runtime, models, policy)
+    make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
     return directory
 
 

@@ -1,6 +1,6 @@
 """Contestants beside each other: loads times turns give one table and one picture.
 
-    python -m lab.checks.compare ENGINE_DIR --policies "none,fixed:4,tree:4,faser (model+ngram)" --clients 1,4,16
+    python -m lab.checks.compare ENGINE_DIR --policies "none,fixed:4,faser (model+ngram)" --clients 1,4,16
     python -m lab.checks.compare ENGINE_DIR OTHER_DIR --places triton      # one model on several runtimes or formats
     python -m lab.checks.compare --places process,triton                   # the demo pair, in process and served
     python -m lab.checks.compare ENGINE_DIR --places triton --url 127.0.0.1:8001

@@ -114,8 +114,6 @@ def build_sim_engine(
     for what cannot be simulated."""
     if config.acceptance != "match":
         raise ConfigError(f"acceptance = {config.acceptance!r}: is not simulated; use 'match'")
-    if config.policy.startswith("tree"):
-        raise ConfigError(f"policy = {config.policy!r}: trees are not simulated")
     outcomes = Outcomes(world.process, seed, config.max_num_seqs, max_output_tokens)
     if name == ORACLE:
         policy = OraclePolicy(outcomes, world.costs)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
@@ -25,15 +26,49 @@ from faser_backend.serving.runtimes import open_runtime
 from tests.cuda.test_draft_loop import recorded_frontiers
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
 from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
+from tests.support.eagle3_models import HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
 from tests.support.forcing import Forced, at_random, forced, in_turns
 from tests.support.harness import drive, guessed
-from tests.support.head_trees import Agreeing
+from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
+
+LAYER_SHARE = 0.1  # by which the layers of the pair that mostly agrees are scaled
+
+
+class Agreeing(Built):
+    """A target that mostly follows token t by f(t), and a head that mostly drafts f(f(t)) from the features of t."""
+
+    def __init__(self, root: Path) -> None:
+        self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
+        self.target_reference = reference_model(self.source)
+        embedding = torch.randn(VOCAB_SIZE, HEAD["hidden_size"], generator=torch.Generator().manual_seed(1))
+        follows = torch.from_numpy(np.random.default_rng(1).permutation(VOCAB_SIZE))
+        rows = embedding / HEAD["hidden_size"] ** 0.5
+        with torch.no_grad():
+            for name, weight in self.target_reference.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    weight.mul_(LAYER_SHARE)
+            self.target_reference.get_parameter("model.norm.weight").fill_(1.0)
+            self.target_reference.get_parameter("model.embed_tokens.weight").copy_(embedding)
+            self.target_reference.get_parameter("lm_head.weight")[follows] = rows
+        self.target_reference.save_pretrained(self.source)
+        tensors = head_tensors({name: value for name, value in HEAD.items() if name != "draft_vocab_size"})
+        for name in ("midlayer.self_attn.o_proj.weight", "midlayer.mlp.down_proj.weight"):
+            tensors[name] *= LAYER_SHARE
+        tensors["fc.weight"] = torch.eye(HEAD["hidden_size"]).repeat(1, 3) / 3
+        tensors["norm.weight"] = torch.ones(HEAD["hidden_size"])
+        tensors["lm_head.weight"] = torch.zeros(VOCAB_SIZE, HEAD["hidden_size"])
+        tensors["lm_head.weight"][follows[follows]] = rows
+        self.head_dir = write_head(root / "head", tensors, draft_vocab_size=None)
+        self.directory = root / "engine"
+        options = {"exit_layers": (4,), "kv_block_size": BLOCK_SIZE}
+        self.manifest = build_engines(self.source, self.head_dir, self.directory, runtime="torch", **options)
+        self.reference = ReferenceHead(self.head_dir, embedding)
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """A head that is often right."""
-    return Agreeing(tmp_path_factory.mktemp("agreeing"), "torch")
+    return Agreeing(tmp_path_factory.mktemp("agreeing"))
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ def test_names_say_who_drafts() -> None:
     for name, (policy, draft) in {
         "faser": ("faser", "auto"),
         "fixed:4 (ngram)": ("fixed:4", "ngram"),
-        "tree:5 (model+ngram)": ("tree:5", "model+ngram"),
+        "fixed:5 (model+ngram)": ("fixed:5", "model+ngram"),
     }.items():
         config = compare.config_of(name, max_num_seqs=4)
         assert (config.policy, config.draft, config.max_num_seqs) == (policy, draft, 4)

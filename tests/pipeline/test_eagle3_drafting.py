@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,6 +126,24 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
     engine.close()
     assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
     assert tokens == tokens_of(built, "none", requests)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_clients_chains_go_beside_a_head_s(built: Built, shift: int) -> None:
+    """Right and wrong ones, which the head has not run; what it drafts behind them is the reference's."""
+    expected = tokens_of(built, "none", make_requests(is_greedy=True))
+    requests = make_requests(is_greedy=True)
+    for index in range(0, len(requests), 2):
+        guess = [(token + shift) % VOCAB_SIZE for token in expected[requests[index].request_id][:6]]
+        requests[index] = replace(requests[index], draft_ids=tuple(guess))
+    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
+    engine.step_runner.observers.append(checker.observe)
+    result = drive(engine, requests)
+    engine.close()
+    assert result.tokens == expected
+    assert checker.num_equal == checker.num_chains > 20
+    stats = result.final[requests[0].request_id].stats
+    assert stats is not None and (stats.num_accepted >= 6 or shift)
 
 
 def test_features_of_other_positions_are_noticed(built: Built) -> None:

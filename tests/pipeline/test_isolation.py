@@ -211,7 +211,6 @@ MODES: dict[str, Callable[[bool], FakeEngine]] = {
         )
         for mode in PipelineMode
     },
-    "trees": lambda _: open_fake("tree:4"),
 }
 CASES = [*((mode, "match") for mode in MODES), ("plain", "rejection"), (PipelineMode.RUN_AHEAD.value, "rejection")]
 

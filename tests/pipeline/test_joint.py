@@ -11,17 +11,15 @@ from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.joint import Guess, JointProposer
+from faser_backend.pipeline.joint import JointProposer
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
 from faser_backend.policy.candidates import ChainTable, mixed
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.trim import admit, admit_by_price
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.forced_engine import Case, agrees, open_forced
-from tests.support.forcing import Change, forced
-from tests.support.harness import FakeEngine, drive, request, step_record
-
-SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
+from tests.support.forcing import forced
+from tests.support.harness import drive, request, step_record
 
 
 @pytest.fixture(scope="module")
@@ -30,69 +28,20 @@ def case() -> Case:
     return Case(requests, alone(requests))
 
 
-@pytest.fixture(params=["by chance", "by worth"])
-def choice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Whose chains are taken: by worth, as it is, or by chance, so that the sources take turns at every place."""
-    rng = np.random.default_rng(5)
-
-    def by_chance(self: DrafterChoice, found: Frontier, *_: object) -> np.ndarray:
-        return (found.num_drafted > 0) & (rng.random(found.num_drafted.size) < 0.5)
-
-    if request.param == "by chance":
-        monkeypatch.setattr(DrafterChoice, "takes_look_up", by_chance)
-        monkeypatch.setattr(DrafterChoice, "takes_over_tree", by_chance)
-    return request.param
-
-
 @pytest.fixture
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes every look-up that finds something."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
 
 
-def run(case: Case, policy: str, change: Change, **options) -> FakeEngine:
-    fake = open_forced(policy, change, has_both=True, **options)
-    agrees(fake, case, 0)
-    if isinstance(proposer := fake.step_runner.proposer, JointProposer):
-        assert not proposer._guesses and not proposer.look_ups._indexes, "a sequence left and is remembered"
-    return fake
-
-
-@pytest.mark.parametrize("policy", ["tree:2", "tree:7"])
-@pytest.mark.parametrize("choice", ["by chance", "by worth"], indirect=True)
-def test_trees_beside_look_ups(case: Case, policy: str, choice: str):
-    fake = run(case, policy, forced(SERIAL), num_blocks=26)
-    metrics = fake.engine.metrics()
-    assert metrics.num_accepted_by_source["model"] > 0
-    assert metrics.num_drafted_by_source["ngram"] > 0 or choice == "by worth"
-    assert fake.engine.metrics().num_preemptions > 0
-
-
-def test_a_look_up_replaces_a_tree_that_keeps_less():
-    """Trees that keep much are preferred."""
-    choice, is_sampled = DrafterChoice(), np.zeros(2, np.bool_)
-    for _ in range(400):  # look-ups of this confidence are right 9 times in 10
-        choice.observe(NGRAM, False, np.full(10, 1.0, np.float32), 9, 10)
-    margins = np.full((2, 4), 1.0, np.float32)
-    counts = np.array([4, 0])
-    found = Frontier(np.ones((2, 4), np.int64), counts, counts + 1, margins, sources=np.full(2, NGRAM))
-    for num_kept, is_taken in ((1, True), (4, False)):
-        for _ in range(400):
-            choice.observe_tree(False, num_kept)
-        assert choice.takes_over_tree(found, is_sampled).tolist() == [is_taken, False]
-
-
-def test_what_a_tree_guessed_is_held_against_what_came():
-    guess = Guess(MAIN, 5, [1, 2, 3, 4, 3], [0, 0, 1, 2, 2], None)
-    for came, kept in (([1, 3, 9], 2), ([2, 3], 2), ([2, 4, 4], 2), ([3, 1], 0), ([1, 4], 1), ([], 0)):
-        assert guess.num_accepted_of(came) == kept
-
-
 def test_both_sources_are_verified_and_counted(case: Case, takes_all: None):
-    fake = open_forced("fixed:3", forced(SERIAL), has_both=True)
+    fake = open_forced("fixed:3", forced(PipelineMode.SERIAL), has_both=True)
     seen: list[StepRecord] = []
     fake.step_runner.observers.append(seen.append)
     agrees(fake, case, None)
+    proposer = fake.step_runner.proposer
+    assert isinstance(proposer, JointProposer)
+    assert not proposer._guesses and not proposer.look_ups._indexes, "a sequence left and is remembered"
     metrics = fake.engine.metrics()
     drafted, accepted = metrics.num_drafted_by_source, metrics.num_accepted_by_source
     assert sum(drafted.values()) == metrics.num_drafted and sum(accepted.values()) == metrics.num_accepted
@@ -108,7 +57,7 @@ def test_the_draft_makes_no_call_where_look_ups_draft(monkeypatch: pytest.Monkey
         monkeypatch.setattr(
             DrafterChoice, "takes_look_up", lambda self, found, *_, takes=takes: takes & (found.num_drafted > 0)
         )
-        fake = open_forced("fixed:4", forced(SERIAL), has_both=True, vocab_size=5)
+        fake = open_forced("fixed:4", forced(PipelineMode.SERIAL), has_both=True, vocab_size=5)
         for runner in (*fake.targets, *fake.drafts):
             runner.memory, runner.known = 1, {}
         drive(fake.engine, [request("r", [1, 2, 3] * 4, 60)])

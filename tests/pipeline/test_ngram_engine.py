@@ -118,7 +118,6 @@ def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[
     ("options", "message"),
     [
         ({"draft": "model+ngram", "early_exit": "on"}, "exits rest beside chains of n-grams; use 'auto'"),
-        ({"policy": "tree:4", "draft": "ngram"}, "policy = 'tree:N': n-grams draft here"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[str, Any], message: str):
@@ -139,8 +138,8 @@ def test_a_simulated_ladder_says_that_it_leaves_n_grams_out():
     assert {"faser", "faser (no exit)"} <= {contestant.name for contestant in contestants}
     assert all("draft" not in contestant.options for contestant in contestants)
     assert [line.rpartition(":")[0] for line in missing] == [
-        "tree:N", *(f"{policy} ({draft})" for draft in ("n-grams", "model+ngram") for policy in ("fixed:4", "faser"))
-    ]  # fmt: skip
+        f"{policy} ({draft})" for draft in ("n-grams", "model+ngram") for policy in ("fixed:4", "faser")
+    ]
 
 
 def test_simulation_needs_a_pair(alone: Path):

@@ -131,7 +131,7 @@ def test_answers_obey_their_grammars_and_would_not_without(built: Built, plain: 
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        *((policy, {}) for policy in ("fixed:1", "fixed:4", "faser", "gp-lcb", "tree:6")),
+        *((policy, {}) for policy in ("fixed:1", "fixed:4", "faser", "gp-lcb")),
         *((policy, {"num_kv_blocks": 64}) for policy in ("fixed:4", "faser")),  # sequences are preempted
         *((policy, {"draft": "ngram"}) for policy in ("fixed:4", "faser")),
         *(("fixed:4", {"pipeline": mode}) for mode in ("run_ahead", "ping_pong")),

@@ -72,8 +72,8 @@ def test_what_cannot_take_the_others_place_is_not_asked_for(engines: tuple[Path,
     other = Recorded(tmp_path)
     with pytest.raises(ConfigError, match=r"^--engine-dir = .*: vocabulary [0-9a-f]{12} differs from .*, f{12};"):
         reload_engine(other, engines[1], 1.0)
-    with pytest.raises(ConfigError, match="policy = 'tree:N': n-grams draft here"):
-        reload_engine(Recorded(engines[0], policy="tree:4", draft="ngram"), engines[1], 1.0)
+    with pytest.raises(ConfigError, match="early_exit = 'on': an exit scores the candidates of a draft model"):
+        reload_engine(Recorded(engines[0], early_exit="on", draft="ngram"), engines[1], 1.0)
     assert len(admin.loaded) == len(other.loaded) == 1
 
 
