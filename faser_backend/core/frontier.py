@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from faser_backend.core.ports import DeviceArray
-from faser_backend.core.tree import Tree
 
 # Sources of chains. MAIN: the engine's drafter, a draft model or, without one, n-grams of the request's own text.
 # NGRAM: n-grams beside a draft model. CLIENT: draft tokens in the request. The server makes all but CLIENT.
@@ -36,7 +35,6 @@ class Frontier:
     # [B, K', V] float32, the distributions that tokens were drawn from; rejection sampling only. Columns past K' <= K
     # belong to clients' chains alone: their tokens have probability 1.
     draft_probs: np.ndarray | None = None
-    tree: Tree | None = None  # the row that each token follows; None: all are chains
     sources: np.ndarray = None  # type: ignore[assignment]  # [B] int64; default: all MAIN
 
     def __post_init__(self) -> None:
@@ -55,12 +53,11 @@ class Frontier:
         return cls(drafted, num_drafted, num_drafted + 1, draft_probs=draft_probs)
 
     def take(self, index: np.ndarray) -> Frontier:
-        """Returns the chains or trees of sequences `index` [n], in that order."""
+        """Returns the chains of sequences `index` [n], in that order."""
         optional = (self.margins, self.candidates, self.draft_probs)
         arrays = (None if array is None else array[index] for array in optional)
-        tree = None if self.tree is None else self.tree.take(index)
         counts = self.num_drafted[index], self.num_rows[index]
-        return Frontier(self.drafted[index], *counts, *arrays, tree=tree, sources=self.sources[index])
+        return Frontier(self.drafted[index], *counts, *arrays, sources=self.sources[index])
 
     @property
     def is_main(self) -> np.ndarray:
@@ -75,7 +72,7 @@ class Frontier:
 
 @dataclass(slots=True, eq=False)
 class Verification:
-    """The target's logits for a frontier: row j of sequence b follows drafted[b, :j], or its path in a tree."""
+    """The target's logits for a frontier: row j of sequence b follows drafted[b, :j]."""
 
     logits: DeviceArray  # [R, V] float32, R = sum(num_kept)
     cu_rows: np.ndarray  # [B + 1] int64, prefix sums of num_kept
@@ -84,16 +81,8 @@ class Verification:
 
 
 @dataclass(slots=True, eq=False)
-class AcceptedPath:
-    """The accepted path from the anchor through trees. Entries past num_emitted have no meaning."""
-
-    rows: np.ndarray  # [B, D] int64, the row that each emitted token was drawn from; rows[:, 0] are the anchors'
-    num_tested: np.ndarray  # [B] int64, rows of the path whose draw was compared with draft tokens
-
-
-@dataclass(slots=True, eq=False)
 class Acceptance:
-    """Emitted tokens. Sequence b emits tokens[b, :num_emitted[b]]; later entries have no meaning.
+    """Emitted tokens. Sequence b emits tokens[b, :num_emitted[b]], token j from row j; later entries have no meaning.
 
     The last one is the recovered token after a rejection, else the bonus token. If rows were trimmed (left out before
     verification) or pruned (at an early exit) and all tested tokens were accepted, it is the last accepted one.
@@ -102,4 +91,3 @@ class Acceptance:
     tokens: np.ndarray  # [B, K + 1] int64
     num_accepted: np.ndarray  # [B] int64, draft tokens kept, bonus excluded
     num_emitted: np.ndarray  # [B] int64
-    path: AcceptedPath | None = None  # through trees; in a chain token j is drawn from row j

@@ -47,15 +47,6 @@ class KvPool:
         """Returns a view of a layer's values, in the shape of its keys."""
         return self.storage[layer, 1]
 
-    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """See core.ports.TreeRunner."""
-        every = np.arange(sources.size)
-        blocks, offsets = np.divmod(np.stack([sources, targets]), self.kv_block_size)  # [2, n]
-        (old, new), (old_offsets, new_offsets) = block_tables[every, blocks], offsets
-        self.storage[:, :, :, new, new_offsets] = self.storage[:, :, :, old, old_offsets]
-        for array in self.features.values():
-            array[new, new_offsets] = array[old, old_offsets]
-
     @property
     def num_bytes(self) -> int:
         return self.storage.nbytes + sum(array.nbytes for array in self.features.values())

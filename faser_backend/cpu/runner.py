@@ -1,6 +1,6 @@
 """`LlvmRunner` runs a model, and `LlvmHeadRunner` an EAGLE-3 head, by the CPU's kernels over a KV pool.
 
-They implement core.ports.ModelRunner and TreeHeadRunner. A call runs one compiled function (cpu/kernels/segment.py) on
+They implement core.ports.ModelRunner and HeadRunner. A call runs one compiled function (cpu/kernels/segment.py) on
 each of its threads, which share the work; between calls the helper threads sleep. The weight file is mapped and read in
 place. The target's runner writes the hidden states that a head reads to its pool, by block and offset like keys and
 values.
@@ -31,7 +31,6 @@ from faser_backend.manifest import ModelEngine
 
 ROWS_TO_READ = 5  # number of rows whose arithmetic takes as long as reading their keys and values
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
-NO_ROWS = np.zeros(0, np.int64)
 
 
 class CallResults(NamedTuple):
@@ -167,10 +166,6 @@ class LlvmRunner:
         """See core.ports.ModelRunner."""
         return hidden[kept]
 
-    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        """See core.ports.TreeRunner."""
-        self.pool.move_kv(block_tables, sources, targets)
-
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
@@ -196,10 +191,8 @@ class LlvmRunner:
         asked = _NO_CANDIDATES if candidates is None else np.ascontiguousarray(candidates)
         scores = view("exit_scores", *asked.shape)
         features = view("features", len(tables.feature_layers), num_rows, spec.hidden_size)
-        trunk_lens, ancestors = (NO_ROWS, NO_ROWS) if rows.tree is None else (rows.tree.trunk_lens, rows.tree.ancestors)
         num_assignments = num_rows * max(spec.num_experts_per_token, 1)
-        integers = (rows.token_ids, rows.positions, rows.cu_rows, rows.context_lens, trunk_lens, ancestors)
-        integers += (rows.block_tables, rows.logit_rows)
+        integers = (rows.token_ids, rows.positions, rows.cu_rows, rows.context_lens, rows.block_tables, rows.logit_rows)
         shared = (
             *map(np.ascontiguousarray, integers), asked, state, logits, scores, features,
             view("q", num_rows, spec.num_heads, spec.head_dim),
@@ -315,7 +308,7 @@ def readable_dtype(pool: KvPool) -> str:
 def blocks_and_offsets(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns each row's block and its offset in it, [T] both."""
     counts = rows.rows_per_sequence
-    blocks, offsets = np.divmod(rows.kv_positions, kv_block_size)
+    blocks, offsets = np.divmod(rows.positions, kv_block_size)
     return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets
 
 
@@ -367,10 +360,6 @@ class LlvmHeadRunner(LlvmRunner):
         """See core.ports.HeadRunner."""
         results = self._run(LAYER, rows, hidden, None)
         return self._over_all_ids(results.logits), results.hidden[: rows.logit_rows.size]
-
-    def join_rows(self, pieces: list[np.ndarray]) -> np.ndarray:
-        """See core.ports.TreeHeadRunner."""
-        return np.concatenate(pieces)
 
     def _over_all_ids(self, logits: np.ndarray) -> np.ndarray:
         """Expands logits [R, num_logits] to [R, vocab_size], with -inf at ids outside the head's vocabulary."""

@@ -108,7 +108,6 @@ def fill_inputs(
     Padding: rows of token 0 at position 0 with NO_SLOT, sequences without rows or context, logit rows that repeat row
     0. Entries of pad_idx past a sequence's rows repeat its last row.
     """
-    assert rows.tree is None, "refused where policies are made"
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     sequence = np.repeat(np.arange(num_sequences), rows.cu_rows[1:] - rows.cu_rows[:-1])  # [T]
     offset = np.arange(num_rows) - rows.cu_rows[sequence]

@@ -1,40 +1,22 @@
 """The commit phase: appends accepted tokens, cuts both KV caches to them, and collects logits and log-probabilities.
 
-The j-th emitted token of a sequence is drawn from row j of its verification, or of its path through a tree. A stop
-that cuts off tokens cuts off their logits and log-probabilities too.
+The j-th emitted token of a sequence is drawn from row j of its verification. A stop that cuts off tokens cuts off their
+logits and log-probabilities too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from faser_backend.core.errors import Failure, blaming
 from faser_backend.core.frontier import CLIENT, MAIN, Acceptance, Frontier, Verification
-from faser_backend.core.ports import ModelRunner, Sampler, TreeRunner
+from faser_backend.core.ports import Sampler
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.prefill import context_log_probs, context_logits
-from faser_backend.pipeline.rows import DecodeBatch
-
-
-def move_accepted(target: ModelRunner, batch: DecodeBatch, acceptance: Acceptance) -> None:
-    """Moves keys and values of a tree's accepted path to the KV positions of its tokens. Call it before the commit.
-
-    Rows of a tree take KV positions in their order behind the context. Other rows are overwritten before they are
-    read. Chains need no move.
-    """
-    if acceptance.path is None:
-        return
-    columns = acceptance.path.rows[:, 1:] - 1  # [B, D - 1] draft tokens; the i-th belongs to position num_tokens + i
-    positions = np.arange(columns.shape[1])
-    is_moved = (positions < acceptance.num_emitted[:, None] - 1) & (columns != positions)
-    sequence, place = np.nonzero(is_moved)
-    if sequence.size:
-        starts, tables = batch.num_tokens[sequence], batch.block_tables[sequence]
-        cast(TreeRunner, target).move_kv(tables, starts + columns[sequence, place], starts + place)
 
 
 class RoundCounts(NamedTuple):
@@ -53,8 +35,6 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
     drafted, kept = frontier.num_drafted, verification.num_kept
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
     run = np.minimum(acceptance.num_accepted, np.maximum(drafted - 1, 0))  # all of a chain but its last
-    if acceptance.path is not None:
-        tested, run = acceptance.path.num_tested, np.zeros_like(drafted)  # of a tree the draft reads its path again
     columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, frontier.sources)
     return list(map(RoundCounts, *(column.tolist() for column in columns)))
 
@@ -64,7 +44,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     words fails, raises FailedError and leaves the sequence unchanged.
 
     The target has run the anchor and all draft tokens; the draft model all of its chain but the last one, and no token
-    of a tree, a client or n-grams. Only the KV of accepted tokens stays valid.
+    of a client or n-grams. Only the KV of accepted tokens stays valid.
     """
     old = sequence.num_tokens
     finish = blaming("stop_words", _cut_at_stop, sequence, tokens)
@@ -149,10 +129,7 @@ def extras_of(
     if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):
         return None
     first, count = int(verification.cu_rows[index]), int(acceptance.num_emitted[index])
-    if acceptance.path is None:
-        logits = verification.logits[first : first + count]
-    else:
-        logits = verification.logits[first + acceptance.path.rows[index, :count]]
+    logits = verification.logits[first : first + count]
     log_probs = generated = context = context_summary = None
     if request.wants_log_probs:
         log_probs = blaming("return_log_probs", sampler.log_probs, logits, acceptance.tokens[index, :count]).tolist()

@@ -15,7 +15,6 @@ import numpy as np
 from faser_backend.core.frontier import CLIENT, Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
-from faser_backend.core.tree import Tree
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import MAX_DRAFT_TOKENS
 
@@ -122,10 +121,6 @@ def stack(first: Frontier, second: Frontier) -> Frontier:
     num_probs = max(0 if each.draft_probs is None else each.draft_probs.shape[1] for each in both)
     counts = first.num_drafted, second.num_drafted
     drawn = counts[0] * ~first.is_client, counts[1] * ~second.is_client
-    tree = None
-    if first.tree is not None or second.tree is not None:  # the chains of one beside the trees of the other are trees
-        trees = [each.tree or Tree.of_chains(each.num_drafted.size, width) for each in both]
-        tree = Tree(np.concatenate([_padded(each.parents, width) for each in trees]))
     return Frontier(
         np.concatenate([_padded(each.drafted, width) for each in both]),
         np.concatenate(counts),
@@ -133,7 +128,6 @@ def stack(first: Frontier, second: Frontier) -> Frontier:
         _stack_optional(first.margins, second.margins, counts, width),
         _stack_optional(first.candidates, second.candidates, counts, width),
         _stack_optional(first.draft_probs, second.draft_probs, drawn, num_probs),
-        tree,
         np.concatenate([each.sources for each in both]),
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.batch import RowBatch, SamplingRows, TreeRows
+from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.ports import DeviceArray, ModelRunner
 from faser_backend.core.sequence import Sequence
@@ -77,27 +77,14 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
     chains[:, 1:] = frontier.drafted
     num_rows = int(cu_rows[-1])
     is_uniform = num_rows == chains.size
-    is_row = np.arange(chains.shape[1]) < counts[:, None]
-    token_ids = chains.reshape(-1) if is_uniform else chains[is_row]
-    context_lens, tree = batch.num_tokens - 1, None
-    if frontier.tree is not None:
-        lines, is_chain = frontier.tree.lines, frontier.tree.is_chain(frontier.num_drafted)
-        ancestors = np.where(is_chain[:, None], 0, lines.ancestors)
-        tree = TreeRows(context_lens, ancestors[is_row], (context_lens[:, None] + lines.depths)[is_row])
-    return RowBatch(token_ids, cu_rows, context_lens, batch.block_tables, np.arange(num_rows), tree)
+    token_ids = chains.reshape(-1) if is_uniform else chains[np.arange(chains.shape[1]) < counts[:, None]]
+    return RowBatch(token_ids, cu_rows, batch.num_tokens - 1, batch.block_tables, np.arange(num_rows))
 
 
 def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.ndarray) -> SamplingRows:
-    """Row j of sequence b draws position num_tokens[b] + j, after drafted[b, :j]; in a tree what follows its own path
-    there."""
+    """Returns sampling rows: row j of sequence b draws position num_tokens[b] + j, after drafted[b, :j]."""
     sequence = np.repeat(np.arange(len(batch)), cu_rows[1:] - cu_rows[:-1])
     offsets = np.arange(sequence.shape[0]) - cu_rows[sequence]
-    if frontier.tree is not None:
-        lines = frontier.tree.lines
-        drafted = frontier.drafted[sequence[:, None], lines.paths[sequence, offsets]]  # [T, D]
-        num_drafted = lines.depths[sequence, offsets]
-        positions = batch.num_tokens[sequence] + num_drafted
-        return SamplingRows(batch.slots[sequence], positions, np.arange(sequence.size), num_drafted, drafted, True)
     return SamplingRows(
         batch.slots[sequence], batch.num_tokens[sequence] + offsets, sequence, offsets, frontier.drafted
     )
@@ -105,7 +92,6 @@ def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.nda
 
 def keep_rows(rows: RowBatch, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarray]:
     """Returns the first num_kept [B] rows of each sequence, for the next segment, and their indices."""
-    assert rows.tree is None, "an exit prunes chains alone"
     counts = rows.rows_per_sequence
     offsets = np.arange(rows.num_rows) - np.repeat(rows.cu_rows[:-1], counts)
     kept = np.flatnonzero(offsets < np.repeat(num_kept, counts))

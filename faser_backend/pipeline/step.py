@@ -23,7 +23,7 @@ from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.commit import commit_tokens, extras_of, final_output, move_accepted, round_counts
+from faser_backend.pipeline.commit import commit_tokens, extras_of, final_output, round_counts
 from faser_backend.pipeline.in_flight import join, merge, split, surviving, with_client_drafts, without_bonus
 from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
@@ -203,7 +203,6 @@ class StepRunner:
         target = self.partitions[plan.decision.partition].target
         verification = self.verifier.verify(target, batch, frontier, plan.decision.pruner)
         acceptance = self.verifier.accept(batch, frontier, verification)
-        move_accepted(target, batch, acceptance)
         self.times.lap("accept")
         return verification, acceptance
 

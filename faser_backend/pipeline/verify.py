@@ -30,7 +30,6 @@ class Verifier:
         """Runs the rows of a frontier through the target; the pruner may remove rows between segments."""
         rows = verify_rows(batch, frontier)
         self._times.lap("target_rows")
-        # Trees come without candidates, and are verified whole: exits are calibrated for chains.
         if pruner is None or frontier.candidates is None or not pruner.exits & runner.exits:
             logits = run_model(runner, rows)
             self._times.lap("target_model")

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from faser_backend.core.frontier import Acceptance, AcceptedPath, Frontier
+from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.ports import DraftTokens
-from faser_backend.core.tree import Tree
 
 # What each draw of rejection sampling is for: its uniforms are keyed by (seed, position, purpose, round), never by
 # position alone, since a rejected position is drawn again in the next round.
@@ -29,8 +28,6 @@ def accept_matches(
     all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend on what was
     drafted or pruned.
     """
-    if frontier.tree is not None:
-        return _accept_path(frontier, frontier.tree, sampled, cu_rows, _kept_rows(cu_rows, num_kept))
     num_sequences, num_columns = frontier.drafted.shape
     if sampled.size == num_sequences * (num_columns + 1) and (num_kept is None or (num_kept > num_columns).all()):
         return _accept_uniform(frontier.drafted, sampled)
@@ -54,40 +51,6 @@ def _accept_uniform(drafted: np.ndarray, sampled: np.ndarray) -> Acceptance:
     return Acceptance(tokens, num_accepted, num_accepted + 1)
 
 
-def _accept_path(
-    frontier: Frontier, tree: Tree, sampled: np.ndarray, cu_rows: np.ndarray, num_kept: np.ndarray
-) -> Acceptance:
-    """Accepts in trees: from the anchor down, each row's draw is emitted, and the walk goes on with the first
-    draft token behind the row that equals it. Ends where there is none, or where its row was not computed."""
-    tokens, rows, counts = [], [], []  # trees are small: lists are faster here than arrays
-    sequences = zip(frontier.drafted.tolist(), tree.parents.tolist(), frontier.num_drafted.tolist(), strict=True)
-    draws, firsts = sampled.tolist(), cu_rows.tolist()
-    for index, ((drafted, parents, num_drafted), kept) in enumerate(zip(sequences, num_kept.tolist(), strict=True)):
-        row, num_accepted, num_tested = 0, 0, 0
-        path, emitted = [], []
-        while row >= 0:
-            draw = draws[firsts[index] + row]
-            path.append(row)
-            emitted.append(draw)
-            children = [column for column in range(row, num_drafted) if parents[column] == row]
-            match = next((column for column in children if drafted[column] == draw), -1)
-            num_tested += bool(children)
-            num_accepted += match >= 0
-            row = match + 1 if 0 <= match < kept - 1 else -1
-        counts.append((num_accepted, num_tested, len(path)))
-        tokens.append(emitted)
-        rows.append(path)
-    num_accepted, num_tested, num_emitted = np.array(counts, np.int64).reshape(-1, 3).T
-    path = AcceptedPath(_filled(rows), num_tested)
-    return Acceptance(_filled(tokens), num_accepted, num_emitted, path)
-
-
-def _filled(lists: list[list[int]]) -> np.ndarray:
-    """Returns the lists as [n, longest] int64, padded with zeros."""
-    longest = max(map(len, lists), default=0)
-    return np.array([each + [0] * (longest - len(each)) for each in lists], np.int64).reshape(len(lists), longest)
-
-
 def accept_by_rejection(
     frontier: Frontier,
     target_probs: np.ndarray,
@@ -105,8 +68,6 @@ def accept_by_rejection(
     sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
     (0, 1). cu_rows and num_kept as in accept_matches.
     """
-    if frontier.tree is not None:
-        raise ValueError("a frontier with a tree: rejection sampling tests chains; use sample-and-match")
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs
     if draft_probs is None:

@@ -126,27 +126,8 @@ class HashRunner:
             positions = np.arange(start, start + own.size)
             pool[table[positions // self.block_size], positions % self.block_size] = own
             tokens = self._read(pool, table, start + own.size)
-            prefixes += [tokens[self._seen(rows, index, position - start, position)] for position in positions]
+            prefixes += [tokens[: position + 1] for position in positions]
         return prefixes
-
-    @staticmethod
-    def _seen(rows: RowBatch, index: int, offset: int, position: int) -> np.ndarray:
-        """Returns the positions that a row of sequence `index` sees, in order."""
-        row = int(rows.cu_rows[index]) + offset
-        bits = 0 if rows.tree is None else int(rows.tree.ancestors[row]) % 2**64
-        if rows.tree is None or bits == 0:
-            assert rows.positions[row] == position
-            return np.arange(position + 1)
-        trunk = int(rows.tree.trunk_lens[index])
-        branch = [trunk + bit for bit in range(64) if bits >> bit & 1]
-        assert branch[-1] == position and rows.positions[row] == trunk + len(branch) - 1
-        return np.concatenate([np.arange(trunk), branch])
-
-    def move_kv(self, block_tables: np.ndarray, sources: np.ndarray, targets: np.ndarray) -> None:
-        every = np.arange(sources.size)
-        for pool in self.pools:
-            old = pool[block_tables[every, sources // self.block_size], sources % self.block_size]
-            pool[block_tables[every, targets // self.block_size], targets % self.block_size] = old
 
     def _read(self, pool: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
         positions = np.arange(num_tokens)

@@ -13,8 +13,7 @@ The bits of a row's result depend on its query, the keys and values that it sees
 on other rows, sequences or units, nor on which blocks hold the context. All pairs run through the same code. Vector
 code sums products in a fixed order, in groups of four columns aligned to blocks. A softmax covers exactly the columns
 that its row sees. A row with fewer columns than the longest of its tile mixes the others with weight 0, which changes
-no bit, because this call wrote them and they are finite. Columns behind the longest row of a tile are never read. The
-columns of a tree's row are those that it sees, in the order of positions, as in a chain.
+no bit, because this call wrote them and they are finite. Columns behind the longest row of a tile are never read.
 """
 
 from __future__ import annotations
@@ -50,22 +49,19 @@ def kernel_directory() -> str:
 
 @inlined
 def attend_units(
-    q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, trunk_lens, ancestors, attended, scratch, widened,
-    first_unit, last_unit, scale, attends, head_dim,
+    q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened, first_unit, last_unit,
+    scale, attends, head_dim,
 ):  # fmt: skip
     """Computes the units [first_unit, last_unit) of a call; unit = sequence * Hkv + KV head.
 
     It is inlined into kernels, where head_dim is a constant. q, attended [T, H, head_dim] and k, v [T, Hkv, head_dim]
     are rotated; query head h belongs to KV head h // (H // Hkv). Pools [Hkv, NB, block, head_dim] are written in place.
-    block_table [B, MB], cu_rows [B + 1] and context_lens [B], the KV position of a sequence's first row, are int64. So
-    are trunk_lens [B] and ancestors [T] (TreeRows in core/batch.py), which are empty without trees. scratch [TILE_ROWS,
-    scratch_width(MB * block)] and widened [block, head_dim] are the calling thread's. If `attends` is False, keys and
-    values are written and no row attends. Nothing is checked: indices that do not fit access foreign memory.
-
-    Blocks that all rows of a tile see are read once for the tile: everything for a chain, whole blocks of the trunk for
-    a tree. Further positions of a tree's row are gathered in their order, so its bits are those of a chain.
+    block_table [B, MB], cu_rows [B + 1] and context_lens [B], the position of a sequence's first row, are int64.
+    scratch [TILE_ROWS, scratch_width(MB * block)] and widened [block, head_dim] are the calling thread's. If `attends`
+    is False, keys and values are written and no row attends. Nothing is checked: indices that do not fit access foreign
+    memory.
     """
-    num_kv_heads, kv_block_size = k_pool.shape[0], k_pool.shape[2]
+    num_kv_heads = k_pool.shape[0]
     heads_per_kv = q.shape[1] // num_kv_heads
     for unit in range(first_unit, last_unit):
         sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
@@ -75,40 +71,31 @@ def attend_units(
         rows = slice(first_row, first_row + num_rows)
         write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
         write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
-        is_tree = num_rows > 0 and ancestors.size > 0 and ancestors[first_row] != 0
-        trunk = trunk_lens[sequence] if is_tree else context
         num_pairs = num_rows * heads_per_kv if attends else 0
         for tile in range(0, num_pairs, TILE_ROWS):
             pairs = tile, min(tile + TILE_ROWS, num_pairs), first_row, kv_head, heads_per_kv
-            longest = 0
-            for pair in range(tile, pairs[1]):
-                longest = max(longest, num_seen(ancestors, trunk, first_row, pair // heads_per_kv, is_tree))
-            shared = trunk // kv_block_size * kv_block_size if is_tree else longest
-            columns = trunk, shared, longest
+            num_columns = context + (pairs[1] - 1) // heads_per_kv + 1  # of the longest row
             is_followed = pairs[1] == num_pairs and unit + 1 < last_unit
             num_ahead = context_lens[next_sequence] if is_followed else 0
             score_tile(
-                scratch, q, k_pool[kv_head], blocks, columns, ancestors, pairs, widened, v_pool[kv_head],
-                longest if tile == 0 else 0, head_dim,
+                scratch, q, k_pool[kv_head], blocks, num_columns, pairs, widened, v_pool[kv_head],
+                num_columns if tile == 0 else 0, head_dim,
             )  # fmt: skip
             for pair in range(tile, pairs[1]):
-                seen = num_seen(ancestors, trunk, first_row, pair // heads_per_kv, is_tree)
-                softmax(scratch[pair - tile], seen, max(seen, shared), scale)
+                softmax(scratch[pair - tile], context + pair // heads_per_kv + 1, num_columns, scale)
             mix_tile(
-                attended, scratch, v_pool[kv_head], blocks, columns, ancestors, pairs, widened, k_pool[next_kv_head],
+                attended, scratch, v_pool[kv_head], blocks, num_columns, pairs, widened, k_pool[next_kv_head],
                 block_table[next_sequence], num_ahead, head_dim,
             )  # fmt: skip
 
 
 @inlined
-def score_tile(
-    scratch, q, keys, blocks, columns, ancestors, pairs, widened, values, num_ahead, head_dim,
-):  # fmt: skip
+def score_tile(scratch, q, keys, blocks, num_columns, pairs, widened, values, num_ahead, head_dim):
     """Computes the scores of a tile's pairs; prefetches the values of the first num_ahead columns."""
-    (_, shared, longest), (tile, tile_end, first_row, kv_head, heads_per_kv) = columns, pairs
+    tile, tile_end, first_row, kv_head, heads_per_kv = pairs
     kv_block_size = keys.shape[1]
-    for column in range(0, shared, kv_block_size):
-        last = min(kv_block_size, shared - column) - 1
+    for column in range(0, num_columns, kv_block_size):
+        last = min(kv_block_size, num_columns - column) - 1
         if column < num_ahead:
             prefetch(values[blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
         block = readable(keys[blocks[column // kv_block_size]], last, widened, head_dim)
@@ -116,27 +103,21 @@ def score_tile(
             query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
             for t in range(0, last + 1, GROUP):
                 score_group(scratch[pair - tile], column + t, query, block, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-    for column in range(shared, longest, kv_block_size):
-        for pair in range(tile, tile_end):
-            last = gather_block(widened, keys, blocks, columns, ancestors, pairs, pair, column, head_dim)
-            query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-            for t in range(0, last + 1, GROUP):
-                score_group(scratch[pair - tile], column + t, query, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
 
 
 @inlined
 def mix_tile(
-    attended, scratch, values, blocks, columns, ancestors, pairs, widened, next_keys, next_blocks, num_ahead, head_dim,
-):  # fmt: skip
+    attended, scratch, values, blocks, num_columns, pairs, widened, next_keys, next_blocks, num_ahead, head_dim
+):
     """Computes attended = the weighted sum of values; prefetches the next unit's first num_ahead keys."""
-    (_, shared, longest), (tile, tile_end, first_row, kv_head, heads_per_kv) = columns, pairs
+    tile, tile_end, first_row, kv_head, heads_per_kv = pairs
     kv_block_size = values.shape[1]
     for pair in range(tile, tile_end):
         mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
         for d in range(head_dim):
             mixed[d] = 0
-    for column in range(0, shared, kv_block_size):
-        last = min(kv_block_size, shared - column) - 1
+    for column in range(0, num_columns, kv_block_size):
+        last = min(kv_block_size, num_columns - column) - 1
         if column < num_ahead:
             prefetch(next_keys[next_blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
         block = readable(values[blocks[column // kv_block_size]], last, widened, head_dim)
@@ -144,53 +125,6 @@ def mix_tile(
             mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
             for t in range(0, last + 1, GROUP):
                 mix_group(mixed, scratch[pair - tile], column + t, block, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-    for column in range(shared, longest, kv_block_size):
-        for pair in range(tile, tile_end):
-            last = gather_block(widened, values, blocks, columns, ancestors, pairs, pair, column, head_dim)
-            mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-            for t in range(0, last + 1, GROUP):
-                mix_group(mixed, scratch[pair - tile], column + t, widened, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-
-
-@inlined
-def num_seen(ancestors, trunk, first_row, row, is_tree):
-    """Returns the number of positions that a sequence's row sees, its own included."""
-    if is_tree:
-        return trunk + count_bits(ancestors[first_row + row])
-    return trunk + row + 1
-
-
-@inlined
-def count_bits(bits):
-    """Returns the number of set bits of an int64, the sign included."""
-    count = 0
-    while bits != 0:
-        bits &= bits - 1
-        count += 1
-    return count
-
-
-@inlined
-def gather_block(widened, pool, blocks, columns, ancestors, pairs, pair, column, head_dim):
-    """Copies to widened[t] the KV head's row at the (column + t)-th position that the pair's row of a tree sees.
-
-    These are the positions of the trunk, then those of the row's bits. The first head of a row gathers for all of them.
-    Returns the last t.
-    """
-    trunk, (tile, _, first_row, _, heads_per_kv) = columns[0], pairs
-    bits = ancestors[first_row + pair // heads_per_kv]
-    last = min(pool.shape[1], trunk + count_bits(bits) - column) - 1
-    if pair == tile or pair % heads_per_kv == 0:
-        for position in range(column, min(trunk, column + last + 1)):
-            copy_row(widened[position - column], row_at(pool, blocks, position), head_dim)  # pyright: ignore[reportCallIssue]
-        offset = 0
-        for index in range(trunk, column + last + 1):
-            while (bits >> offset) & 1 == 0:
-                offset += 1
-            if index >= column:
-                copy_row(widened[index - column], row_at(pool, blocks, trunk + offset), head_dim)  # pyright: ignore[reportCallIssue]
-            offset += 1
-    return last
 
 
 @inlined

@@ -65,7 +65,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
     stamp = source_stamp()
     signature = numba.void(
         numba.int64, numba.int64, i64[1],  # thread, num_threads, barrier
-        i64[1], i64[1], i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
+        i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
         f32[2], f32[2], f32[2],  # hidden, logits, exit_scores
         f32[3], f32[3], f32[3], f32[3], f32[3], f32[2], f32[2], f32[2],  # features .. gathered
         f32[2], f32[1], f32[2], f32[2], EXTRAS[kind],  # normed, strip, scores, widened, extras
@@ -84,8 +84,6 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         positions,  # [T]
         cu_rows,  # [B + 1]
         context_lens,  # [B]
-        trunk_lens,  # [B], and
-        ancestors,  # [T]: see attend_units
         block_table,  # [B, MB]
         logit_rows,  # [R], rising
         candidates,  # [T, C] of a segment with exit scores
@@ -147,9 +145,8 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
             barrier_wait(barrier, num_threads)
             apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, bounds[thread], bounds[thread + 1])
             attend_units(
-                q, k, v, storage[layer, 0], storage[layer, 1], block_table, cu_rows, context_lens, trunk_lens,
-                ancestors, attended, scores, widened, bounds[thread], bounds[thread + 1], scale,
-                not is_last or logit_rows.size > 0, head_dim,
+                q, k, v, storage[layer, 0], storage[layer, 1], block_table, cu_rows, context_lens, attended, scores,
+                widened, bounds[thread], bounds[thread + 1], scale, not is_last or logit_rows.size > 0, head_dim,
             )  # fmt: skip
             barrier_wait(barrier, num_threads)
             if is_last:  # from here on only the logit rows matter
