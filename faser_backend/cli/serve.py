@@ -66,9 +66,8 @@ def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
     is_encrypted = where.grpc_tls is not None
     if where.openai_port is None:
         return
-    from faser_backend.openai.server import check_exposure, check_origins, check_server, read_keys
+    from faser_backend.openai.server import callers_of, check_server
 
-    check_origins(openai.allow_origin)
     check_server(
         where.openai_port,
         is_decoupled=where.decoupled,
@@ -76,7 +75,7 @@ def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
         is_encrypted=is_encrypted,
         restricted=where.restricted,
     )
-    check_exposure(openai.host, read_keys(openai.api_key_file))
+    callers_of(openai)
 
 
 def _as_arguments(options: Mapping[str, object]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,12 +17,13 @@ from faser_backend.core.request import Limits
 from faser_backend.manifest import EngineManifest
 from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.connections import Connection, open_files
-from faser_backend.serving.access import is_loopback
+from faser_backend.serving.access import check_address, is_loopback
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.parameters import OpenAIOptions
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.server import check_ports
 
 MAX_KEYS = 1000
 DRAIN_S = 60  # time for streams in flight to end
@@ -33,11 +35,10 @@ def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str) -> None:
 
     draft: as in the Triton server, because a draft model may limit the context.
     """
-    keys = read_keys(options.api_key_file)
-    check_exposure(options.host, keys)
-    if (options.tls_cert is None) != (options.tls_key is None):
-        raise ConfigError("tls-cert, tls-key: give both or neither")
-    callers = Callers(keys, options.host, check_origins(options.allow_origin))
+    callers = callers_of(options)
+    check_ports(options.host, {"port": options.port})
+    for name, address in (("triton", options.triton), ("triton-metrics", options.triton_metrics)):
+        check_address(name, address)
     app = make_app(
         describe(options, engine_dir, draft),
         options.triton,
@@ -86,6 +87,21 @@ def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedMode
     return ServedModel.of(name, manifest, limits, tokenizer, options.max_text_bytes)
 
 
+def callers_of(options: OpenAIOptions) -> Callers:
+    """Returns the clients that may send requests. Raises ConfigError, for the files of TLS too."""
+    keys = read_keys(options.api_key_file)
+    if not keys and not is_loopback(options.host):
+        raise ConfigError(f"openai-host = {options.host}: needs --api-key-file FILE, as other machines can reach it")
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise ConfigError("tls-cert, tls-key: give both or neither")
+    if options.tls_cert is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.tls_cert, options.tls_key)
+        except OSError as error:  # ssl's errors are OSErrors
+            raise ConfigError(f"tls-cert = {options.tls_cert}: no certificate chain with its key ({error})") from None
+    return Callers(keys, options.host, check_origins(options.allow_origin))
+
+
 def check_server(
     port: int, *, is_decoupled: bool, contract: str, is_encrypted: bool, restricted: Sequence[str]
 ) -> None:
@@ -111,17 +127,11 @@ def read_keys(file: Path | None) -> list[str]:
     try:
         keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"api-key-file = {file}: not readable as text ({error})") from None
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"api-key-file = {file}: not readable as text ({reason})") from None
     if not 1 <= len(keys) <= MAX_KEYS:
         raise ConfigError(f"api-key-file = {file}: has {len(keys)} keys: must have 1 to {MAX_KEYS}, one per line")
     return keys
-
-
-def check_exposure(host: str, keys: list[str]) -> None:
-    """Raises ConfigError if other machines could use the server without a key."""
-    if is_loopback(host) or keys:
-        return
-    raise ConfigError(f"openai-host = {host}: is reachable from other machines: needs --api-key-file FILE")
 
 
 def check_origins(origins: Sequence[str]) -> tuple[str, ...]:

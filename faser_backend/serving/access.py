@@ -42,6 +42,13 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def check_address(name: str, address: str | None) -> None:
+    """Raises ConfigError for an address that is not HOST:PORT. None is allowed."""
+    host, _, port = (address or "x:1").rpartition(":")
+    if not host or not port.isdecimal() or not 1 <= int(port) <= 65535:
+        raise ConfigError(f"{name} = {address!r:.200}: must be HOST:PORT, with a port in [1, 65535]")
+
+
 def read_admin_key(file: Path) -> str:
     """Reads a key from a regular file that only its owner can read. Raises ConfigError naming the file."""
     named = f"--admin-key-file = {file}"

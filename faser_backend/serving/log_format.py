@@ -1,4 +1,4 @@
-"""Log formats of all processes: plain lines, or JSON lines that carry the id of their request."""
+"""Sets up the logs of all processes: plain lines, or JSON lines with the id of their request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from faser_backend.core.request import Request
 from faser_backend.serving.request_life import RequestLife
 
 TEXT = "%(levelname)s %(name)s: %(message)s"
-FIELD = "fields"  # of a record: what is told beside its message, by name
+FIELD = "fields"  # the attribute of a record that holds further values by name
 _requests = logging.getLogger("faser.requests")
 
 
@@ -46,11 +46,11 @@ def set_up_logging(log_format: str, process: str, level: int = logging.INFO) -> 
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
+def line_logger(log_format: str, process: str) -> Callable[[str, str], None]:
     """Returns a function of level and message that prints a command's messages, plain or as JSON."""
     formatter = JsonFormatter(process)
 
-    def tell(level: str, message: str) -> None:
+    def log(level: str, message: str) -> None:
         if log_format == "json":
             number = logging.getLevelNamesMapping()[level]
             line = formatter.format(logging.LogRecord("faser", number, "", 0, message, None, None))
@@ -58,7 +58,7 @@ def line_teller(log_format: str, process: str) -> Callable[[str, str], None]:
             line = f"error: {message}" if level == "ERROR" else message
         print(line, file=sys.stderr, flush=True)
 
-    return tell
+    return log
 
 
 def about(request_id: str, **fields: Any) -> dict[str, Any]:

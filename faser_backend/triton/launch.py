@@ -1,4 +1,4 @@
-"""`faser serve`: checks before the server starts, then waits for a signal and drains."""
+"""`faser serve`: checks the options, starts Triton and the OpenAI server, watches both, and drains on a signal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from faser_backend.policy.registry import make_policy
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
-from faser_backend.serving.log_format import line_teller
+from faser_backend.serving.log_format import line_logger
 from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
 from faser_backend.triton.heartbeat import HangWatch
 from faser_backend.triton.model_configs import CONTRACTS
-from faser_backend.triton.server import DRAIN_S, TELL_S, TritonServer
+from faser_backend.triton.server import DRAIN_S, ERROR_REPLY_S, TritonServer
 
 OPENAI_START_S = 30.0
 WATCH_S = 0.5  # between two checks of the processes
@@ -40,9 +40,9 @@ def check_engine(
     chat_template_file: Path | None,
     progress: Callable[[str, int, int], None],
 ) -> Path:
-    """The directory to serve, verified, so that a mistake is told before a server starts.
+    """Returns the directory to serve, the demo pair's by default, checked before a server starts. Raises FaserError.
 
-    chat_template_file: to be used instead of the directory's. Raises FaserError.
+    chat_template_file: replaces the directory's template.
     """
     if chat_template_file is not None:
         check_template(read_template(chat_template_file))
@@ -50,7 +50,7 @@ def check_engine(
     manifest = EngineManifest.load(directory)
     models = served_models(manifest, config)
     drafts_apart = models.draft is not None and not models.draft.spec.reads_target
-    split = WHOLE if drafts_apart else None  # which splits there are, devices know
+    split = WHOLE if drafts_apart else None  # only devices list the real splits
     make_policy(config, lambda: serving_knowledge(directory, manifest, config), split)
     return directory
 
@@ -60,11 +60,10 @@ def serve_until_signalled(
 ) -> int:
     """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
 
-    parameters: as TritonServer takes them.
-    log_format: of the lines on stderr.
-    openai: command of the OpenAI server, which starts after Triton is ready and drains before it.
+    parameters: as in TritonServer. log_format: of the lines on stderr.
+    openai: the command of the OpenAI server, which starts after Triton is ready and drains before it.
     """
-    tell = line_teller(log_format, "serve")
+    log = line_logger(log_format, "serve")
     is_signalled = threading.Event()
     signals: list[int] = []
 
@@ -75,70 +74,70 @@ def serve_until_signalled(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
     with TritonServer(options, parameters) as server, contextlib.ExitStack() as stack:
-        phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(tell, "INFO")))
+        phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(log, "INFO")))
         phases.begin(launching := f"starting Triton Inference Server, log in {server.log_file}")
 
         def is_over() -> bool:
-            with contextlib.suppress(OSError):  # the engine has not begun
+            with contextlib.suppress(OSError):  # the engine does not load yet
                 phases.begin((server.log_file.parent / LOADING_FILE).read_text() or launching)
             return is_signalled.is_set()
 
         server.wait_ready(should_stop=is_over)
-        front = None
+        openai_server = None
         if openai is not None and not is_signalled.is_set():
             phases.begin("starting OpenAI's API")
-            front = stack.enter_context(OpenAIProcess(openai))
-            front.wait_ready(should_stop=is_signalled.is_set)
+            openai_server = stack.enter_context(OpenAIProcess(openai))
+            openai_server.wait_ready(should_stop=is_signalled.is_set)
         phases.end()
         if not is_signalled.is_set():
             print(
                 f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "
                 f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}"
-                + (f"; {front.first_line}" if front is not None else ""),
+                + (f"; {openai_server.first_line}" if openai_server is not None else ""),
                 flush=True,
             )
         models = set(server.model_processes().values())
         watch = HangWatch(server.log_file.parent.name, options.hang_timeout)
         while not is_signalled.wait(WATCH_S):
-            _kill_what_hangs(watch, server, front, tell)
-            if front is not None and front.process.poll() is not None:
-                tell("ERROR", f"the OpenAI front end ended with status {front.process.returncode}")
+            _kill_hung(watch, server, openai_server, log)
+            if openai_server is not None and openai_server.process.poll() is not None:
+                log("ERROR", f"the OpenAI server ended with status {openai_server.process.returncode}")
                 return 1
             gone = sorted(models.difference(server.model_processes().values()))  # a replaced engine's process may end
             if server.process.poll() is None and not gone:
                 continue
             if gone:
-                # The server would stay ready without it and let its requests hang. A supervisor restarts it.
-                reason = f"the process of model {gone[0]!r} is gone; the server ends, log:\n{server.failure_reason()}"
-                time.sleep(TELL_S)
+                # Triton would stay ready and let the requests of this model hang. A supervisor restarts `faser serve`.
+                reason = f"the process of model {gone[0]!r} ended, so the server ends, log:\n{server.failure_reason()}"
+                time.sleep(ERROR_REPLY_S)
                 server.kill()
             else:
-                reason = f"the server ended by itself: {server.failure_reason()}"
-            tell("ERROR", reason)
+                reason = f"Triton ended: {server.failure_reason()}"
+            log("ERROR", reason)
             return 1
-        tell("INFO", "draining; a second signal ends at once")
-        if front is not None:
-            front.stop(is_hurried=lambda: len(signals) > 1)
+        log("INFO", "draining; a second signal ends at once")
+        if openai_server is not None:
+            openai_server.stop(is_hurried=lambda: len(signals) > 1)
         server.stop(is_hurried=lambda: len(signals) > 1)
     return 0
 
 
-def _kill_what_hangs(
-    watch: HangWatch, server: TritonServer, front: OpenAIProcess | None, tell: Callable[[str, str], None]
+def _kill_hung(
+    watch: HangWatch, server: TritonServer, openai_server: OpenAIProcess | None, log: Callable[[str, str], None]
 ) -> None:
-    """A process that is killed is one that has died: that is noticed, its requests are answered, the server ends."""
+    """Kills processes without progress; the caller then sees a dead process and ends the server."""
     names = {pid: f"model {model!r}" for pid, model in server.model_processes().items()}
     names[server.process.pid] = "Triton"
-    if front is not None:
-        names[front.process.pid] = "the OpenAI front end"
+    if openai_server is not None:
+        names[openai_server.process.pid] = "the OpenAI server"
     for pid, seconds in watch.hung(names).items():
-        tell("ERROR", f"the process of {names[pid]} has made no progress for {seconds:.0f} s; it is killed")
+        log("ERROR", f"the process of {names[pid]} has made no progress for {seconds:.0f} s; it is killed")
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class OpenAIProcess:
-    """One `faser openai`, a context manager. Its errors go to our stderr; with its first line it is ready."""
+    """A process of `faser openai`, as a context manager. It is ready when it prints its first line."""
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(
@@ -151,7 +150,7 @@ class OpenAIProcess:
         self.first_line = ""
 
     def wait_ready(self, *, should_stop: Callable[[], bool]) -> None:
-        """Raises ConfigError where it ends or says nothing; what was wrong stands on stderr."""
+        """Raises ConfigError if it ends or prints nothing in OPENAI_START_S. Its own error goes to stderr."""
         assert self.process.stdout is not None
         deadline_s = time.monotonic() + OPENAI_START_S
         while not should_stop() and time.monotonic() < deadline_s:
@@ -159,10 +158,10 @@ class OpenAIProcess:
                 self.first_line = self.process.stdout.readline().strip()
                 break
         if not self.first_line and not should_stop():
-            raise ConfigError("the OpenAI front end did not start; its error is above")
+            raise ConfigError("the OpenAI server did not start; its error is above")
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """Takes no new requests and lets those in flight end; kills it after DRAIN_S, or once is_hurried."""
+        """Drains the server: it refuses new requests. Kills it after DRAIN_S, or once is_hurried returns true."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             deadline_s = time.monotonic() + DRAIN_S

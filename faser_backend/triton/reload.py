@@ -1,7 +1,7 @@
 """`faser reload`: replaces the engine directory of a running server.
 
-Triton loads model `tensorrt_llm` again, beside the old one. Requests go to the new engine once it is ready, and the old
-one closes after its last answer. Both are in memory until then.
+Triton loads model `tensorrt_llm` a second time. New requests go to the new engine once it is ready, and the old engine
+closes after its last answer. Until then both are in memory.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 
 
 def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> Path:
-    """Makes the server load this directory, with its other options unchanged. Returns the directory that it replaces.
+    """Loads this directory into the server, with its other options unchanged. Returns the directory that it replaces.
 
-    Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. The old
-    engine then serves on.
+    Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. After
+    an error the old engine keeps serving.
     """
     config = admin.config(ENGINE_MODEL)
     parameters = given_parameters(config)
@@ -40,7 +40,7 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> 
 
 
 def _check_vocabulary(served: Path, new: Path) -> None:
-    """Raises ConfigError for another vocabulary: the OpenAI server and clients keep sending the old one's token ids."""
+    """Raises ConfigError for another vocabulary, because the OpenAI server and clients keep sending the old ids."""
     old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (served, new))
     if old_hash != new_hash:
         raise ConfigError(

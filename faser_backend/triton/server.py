@@ -1,8 +1,7 @@
-"""Launches Triton Inference Server over a launch copy of model_repo/.
+"""Launches Triton Inference Server over a copy of model_repo.
 
-The server comes from nvidia-pytriton's wheel, or from PATH (NVIDIA's container). The copy in a
-temporary folder carries the chosen parameters and transaction policy and links to the Python stub,
-so neither site-packages nor the checkout is written to.
+The server comes from nvidia-pytriton's wheel, or from PATH (NVIDIA's container). The copy in a temporary folder holds
+the chosen parameters and transaction policy, so neither site-packages nor the checkout is written to.
 """
 
 from __future__ import annotations
@@ -39,20 +38,20 @@ from faser_backend.triton.model_configs import known_keys, launch_text
 
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
-DRAIN_S = 60.0  # for requests in flight
-UNLOAD_S = 4.0  # for the server to end once all is answered; an idle client's open stream would hold it for ever
-TELL_S = 0.5  # for those who notice that a process is gone to answer their requests
+DRAIN_S = 60.0  # time for requests in flight to end
+UNLOAD_S = 4.0  # time for Triton to end after the last answer; an open stream of an idle client would keep it running
+ERROR_REPLY_S = 0.5  # time for frontends to answer requests of a dead process with an error
 DRAIN_POLL_S = 0.05
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
-LOCK_ERROR = "boost::interprocess::lock_exception"  # of Triton's Python backend at a start; the next one goes well
-SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract
+LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend; starting again helps
+SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract: a model that no answer needs
 _MODEL_PROCESS = "triton_python_backend_stub"
 
 
 @dataclass(frozen=True, slots=True)
 class TritonInstall:
-    """A Triton server on this machine. `backends` and `stub` are None where the server finds its own."""
+    """A Triton server on this machine. `backends` and `stub` are None if the server finds its own."""
 
     binary: Path
     backends: Path | None = None
@@ -61,7 +60,7 @@ class TritonInstall:
 
 
 def find_triton() -> TritonInstall:
-    """nvidia-pytriton's server, else one on PATH. Raises ConfigError saying what to install."""
+    """Finds nvidia-pytriton's server, else one on PATH. Raises ConfigError that says what to install."""
     spec = importlib.util.find_spec("pytriton")
     if spec is not None and spec.submodule_search_locations:
         package = Path(spec.submodule_search_locations[0])
@@ -78,7 +77,7 @@ def find_triton() -> TritonInstall:
 
 
 def check_libpython() -> None:
-    """Raises ConfigError where the stub could not load the interpreter's library."""
+    """Raises ConfigError if the stub could not load the interpreter's library."""
     name = f"libpython{PYTHON_VERSION}.so.1.0"
     if any((folder / name).is_file() for folder in _python_library_folder()):
         return
@@ -115,6 +114,8 @@ class TritonServer:
         """
         self.options = options
         ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
+        if options.openai_port is not None:
+            ports["openai-port"] = options.openai_port
         check_host(options.host, is_exposed=options.expose_triton)
         install = find_triton()
         check_libpython()
@@ -129,7 +130,7 @@ class TritonServer:
             self._environment = server_environment(install)
             self._is_ready = False
             self.num_starts = 0
-            self.num_lost_lines = 0  # of the log, that could not be written
+            self.num_lost_lines = 0  # log lines that could not be written
             self._start()
         except BaseException as error:
             self._launch_folder.remove()
@@ -151,9 +152,9 @@ class TritonServer:
         self._reader.start()
 
     def wait_ready(self, timeout_s: float = 180.0, *, should_stop: Callable[[], bool] = lambda: False) -> None:
-        """Raises ConfigError with the reason from the log where the server ends or is too slow.
+        """Waits until the server is ready, or until should_stop returns true.
 
-        Returns early once `should_stop` says so.
+        Raises ConfigError with the reason from the log if the server ends or takes longer than timeout_s.
         """
         url = f"http://{self.options.host}:{self.options.http_port}/v2/health/ready"
         deadline_s = time.monotonic() + timeout_s
@@ -162,7 +163,7 @@ class TritonServer:
                 reason = self.failure_reason()
                 if LOCK_ERROR not in self.log_file.read_text(errors="replace") or self.num_starts > 1:
                     raise ConfigError(f"the server did not start: {reason}")
-                self._end_group()  # of its models, some may be on their way
+                self._end_group()  # some model processes may still start
                 self._launch_folder.clear_shared_memory()
                 self._start()
             try:
@@ -175,16 +176,16 @@ class TritonServer:
             raise ConfigError(f"the server was not ready within {timeout_s:.0f} s: {self.failure_reason()}")
 
     def failure_reason(self) -> str:
-        """The engine's own error if the log has one, else the end of the log."""
-        self._reader.join(0.5)  # the last lines of a server that has ended
+        """Returns the engine's own error if the log has one, else the end of the log."""
+        self._reader.join(0.5)  # reads the last lines of a server that has ended
         lines = self.log_file.read_text(errors="replace").splitlines() if self.log_file.is_file() else []
-        for line in [] if self._is_ready else lines:  # later an engine may have failed to replace the one that serves
+        for line in [] if self._is_ready else lines:  # later errors may be those of a failed reload
             if re.search("failed to load 'tensorrt_llm'", line) or "TritonModelException" in line:
-                return line.split("TritonModelException: ")[-1].strip()
+                return line.split("TritonModelException: ")[-1].partition(r"\n\nAt:")[0].strip()
         return "\n".join(lines[-25:]) or "it wrote no log"
 
     def model_processes(self) -> dict[int, str]:
-        """Process id -> model, of the models that run: each is a process of its own."""
+        """Returns the running models by process id. Each model is a process."""
         found = {pid: arguments(pid) for pid in children(self.process.pid)}
         return {
             pid: Path(command[1]).parts[-3]
@@ -193,37 +194,36 @@ class TritonServer:
         }
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
-        """New requests are refused and those in flight answered; then the server ends. What takes longer than DRAIN_S,
-        or goes on once is_hurried, is killed.
+        """Refuses new requests, answers those in flight, and ends the server.
 
-        The engine is asked first, because Triton's own way is no drain: it unloads a decoupled model beside its
-        answers, and waits for ever for a request whose cancellation met its end.
+        Kills it after DRAIN_S, or once is_hurried returns true. The engine drains first, because Triton alone does not:
+        it unloads a decoupled model before its last answers, and can wait for ever for a cancelled request.
         """
         if self.process.poll() is None:
             models = self.model_processes()
             if self._is_ready:
-                with contextlib.suppress(OSError):  # a full disk: then without
+                with contextlib.suppress(OSError):  # a full disk: end without draining
                     (self._folder / DRAIN_FILE).touch()
-                    self._tell_probes()
+                    self._fail_readiness_probes()
                     self._wait(DRAIN_S, lambda: self._is_drained(models), is_hurried)
             self.process.send_signal(signal.SIGTERM)
             self._wait(UNLOAD_S, lambda: False, is_hurried)
         self.kill()
 
     def _is_drained(self, models: dict[int, str]) -> bool:
-        """Whether every engine has answered all that it had, or a model that could answer has ended."""
+        """Returns whether every engine has answered its requests, or a model that could answer has ended."""
         engines = [pid for pid, model in models.items() if model == ENGINE_MODEL]
         others = [pid for pid, model in models.items() if model not in (ENGINE_MODEL, *SPARE_MODELS.values())]
         if not all(map(is_running, others)):
             return True
         return all(drained_file(self._folder, pid).exists() or not is_running(pid) for pid in engines)
 
-    def _tell_probes(self) -> None:
-        """Where models can be unloaded `/v2/health/ready` is false from now on: one that no answer needs goes."""
+    def _fail_readiness_probes(self) -> None:
+        """Unloads a spare model, if models can be unloaded, so that `/v2/health/ready` is false from now on."""
         if self.options.admin_key_file is None or self.options.contract not in SPARE_MODELS:
             return
         address = f"{self.options.host}:{self.options.http_port}"
-        with contextlib.suppress(AdminError):  # then it says so once all is answered
+        with contextlib.suppress(AdminError):  # readiness then ends with the server
             Administration(address, self.options.admin_key).unload(SPARE_MODELS[self.options.contract], UNLOAD_CALL_S)
 
     def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
@@ -246,7 +246,7 @@ class TritonServer:
         assert self.process.stdout is not None
         with self.log_file.open("wb", buffering=0) as log:
             for line in self.process.stdout:
-                # Whatever becomes of the line: a server whose log nobody reads stops at its next one.
+                # Keep reading after errors: a server blocks when the pipe of its log is full.
                 try:
                     log.write(line)
                 except OSError:
@@ -296,7 +296,7 @@ def server_command(
         *restriction_options(options.admin_key, options.restricted),
         *(tls.options() if tls is not None else []),
         *(forward_options() if has_tracing else []),
-        # A client that may load models may run code as this user: only with a key that an operator chose.
+        # A client that may load models can run code as this user, so this needs a key that the operator chose.
         *(["--model-control-mode=explicit", "--load-model=*"] if options.admin_key_file is not None else []),
         "--exit-on-error=true",
         f"--exit-timeout-secs={DRAIN_S:.0f}",

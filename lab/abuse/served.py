@@ -17,7 +17,7 @@ from faser_backend.lab.checks.servers import START_TIMEOUT_S, Server
 from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import arguments, children, is_running
 
-OPENAI = "the OpenAI front end"
+OPENAI = "the OpenAI server"
 MAX_SHOWN = 20  # broken promises in words; the rest are counted
 _STUB = "triton_python_backend_stub"
 _BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"

@@ -25,8 +25,9 @@ from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.errors import ANSWERS, ApiError
 from faser_backend.openai.requests import Generation
-from faser_backend.openai.server import check_exposure, check_server, read_keys
+from faser_backend.openai.server import callers_of, check_server
 from faser_backend.openai.triton_client import TokenClient
+from faser_backend.serving.parameters import OpenAIOptions
 from tests.support.chat_templates import HERMES
 from tests.support.clients import metric, wait_for_free_blocks
 from tests.support.openai_cases import (
@@ -455,6 +456,6 @@ def test_what_keeps_the_api_from_being_served_is_told_before_the_server_starts(e
         with pytest.raises(ConfigError, match=r"^openai-port = 1: "):
             check_server(1, **good | bad)
     with pytest.raises(ConfigError, match="needs --api-key-file"):
-        check_exposure("0.0.0.0", read_keys(None))
+        callers_of(OpenAIOptions(host="0.0.0.0"))
     with pytest.raises(ConfigError, match=r"api-key-file = .*: not readable"):
-        read_keys(tmp_path)
+        callers_of(OpenAIOptions(api_key_file=tmp_path))
