@@ -108,7 +108,7 @@ def serve_until_signalled(
                 continue
             if gone:
                 # Triton would stay ready and let the requests of this model hang. A supervisor restarts `faser serve`.
-                reason = f"the process of model {gone[0]!r} ended, so the server ends, log:\n{server.failure_reason()}"
+                reason = f"the process of model {gone[0]!r} is gone, so the server ends; log:\n{server.failure_reason()}"
                 time.sleep(ERROR_REPLY_S)
                 server.kill()
             else:
