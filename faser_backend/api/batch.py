@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
@@ -171,7 +169,7 @@ def _request(
     asked = max(1, limits.max_context - len(prompt_ids)) if params.max_tokens is None else params.max_tokens
     request = Request(
         request_id=request_id,
-        prompt_ids=np.array(prompt_ids, np.int64),
+        prompt_ids=limits.prompt_array(prompt_ids),
         max_tokens=limits.clamp_max_tokens(asked, len(prompt_ids)),
         sampling=_sampling(params, tokenizer.encode_words("bad_words", params.bad_words)),
         end_ids=() if params.ignore_eos else model.end_ids,

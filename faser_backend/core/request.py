@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -139,6 +140,14 @@ class Limits:
 
     vocab_size: int
     max_context: int
+
+    def prompt_array(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Returns a prompt's ids as int64. Raises RequestError for an id that does not fit."""
+        try:
+            return np.array(token_ids, np.int64)
+        except OverflowError:
+            limit = f"token ids must lie in [0, {self.vocab_size - 1}]"
+            raise RequestError("input_ids", max(token_ids, key=abs), limit) from None
 
     def clamp_max_tokens(self, value: int, num_prompt_tokens: int) -> int:
         """Returns value, or the tokens that the context holds behind the prompt if they are fewer but at least 1."""

@@ -73,15 +73,16 @@ def make_app(
 
         return answer
 
+    generate = endpoints.generate
     routes = [
         Route("/", endpoints.page),
         Route("/health", endpoints.health),
         Route("/metrics", checked(endpoints.metrics)),
         Route("/v1/models", checked(endpoints.models)),
         Route("/v1/models/{name:path}", checked(endpoints.model)),
-        Route("/v1/completions", checked(endpoints.completions), methods=["POST"]),
-        Route("/v1/chat/completions", checked(endpoints.chat), methods=["POST"]),
-        Route("/v1/responses", checked(endpoints.responses), methods=["POST"]),
+        Route("/v1/completions", checked(partial(generate, CompletionBody, CompletionReply)), methods=["POST"]),
+        Route("/v1/chat/completions", checked(partial(generate, ChatBody, ChatReply)), methods=["POST"]),
+        Route("/v1/responses", checked(partial(generate, ResponsesBody, ResponsesReply)), methods=["POST"]),
     ]
     handlers = {404: _not_found, 405: _not_found, Exception: lambda _, error: error_response(error)}
     pages = Middleware(CORSMiddleware, allow_origins=callers.origins, allow_methods=["*"], allow_headers=["*"])
@@ -126,21 +127,8 @@ class _Endpoints:
         self._check_model(request.path_params["name"])
         return Json(self._shown_model())
 
-    async def completions(self, request: Request) -> GeneratedResponse:
-        return await self._generate(CompletionBody, request, CompletionReply)
-
-    async def chat(self, request: Request) -> GeneratedResponse:
-        return await self._generate(ChatBody, request, ChatReply)
-
-    async def responses(self, request: Request) -> GeneratedResponse:
-        return await self._generate(ResponsesBody, request, ResponsesReply)
-
-    async def _generate(
-        self,
-        kind: type[Body],
-        request: Request,
-        reply: Callable[[Any, Sequence[Generation], ServedModel], ApiReply],
-    ) -> GeneratedResponse:
+    async def generate(self, kind: type[Body], reply: Callable[..., ApiReply], request: Request) -> GeneratedResponse:
+        """reply: called with the body, its generations and the model."""
         body = await read_body(kind, request)
         self._check_model(body.model)
         if self._shows_speculation and body.spec_decode_metrics is None:

@@ -10,8 +10,6 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Request, Sampling
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ConversationBody, Message, parse, text_of
@@ -124,7 +122,7 @@ def _choices(
     try:
         request = Request(
             "",
-            np.array(prompt_ids, np.int64),
+            model.limits.prompt_array(prompt_ids),
             max(1, max_tokens),
             _sampling(body, model.limits.vocab_size),
             end_ids=() if body.ignore_eos else model.end_ids,
@@ -135,9 +133,6 @@ def _choices(
             wants_generation_logits=bool(num_top),
         )
         request.validate(model.limits)
-    except OverflowError:
-        limit = f"token ids must lie in [0, {model.limits.vocab_size - 1}]"
-        raise RequestError(prompt_field, max(prompt_ids, key=abs), limit) from None
     except RequestError as error:
         names = {"input_ids": prompt_field, "max_tokens": limit_field}
         error.blame(names.get(error.field or "", error.field or ""))

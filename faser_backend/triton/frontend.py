@@ -169,11 +169,6 @@ class Frontend:
         except Exception as error:
             self._refuse(exchange, life, responder, error)
 
-    @property
-    def num_live(self) -> int:
-        """Sequences in progress."""
-        return len(self._live)
-
     def drain(self) -> None:
         """Waits until every request is answered."""
         self._long_texts.drain()

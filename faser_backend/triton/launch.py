@@ -86,7 +86,8 @@ def serve_until_signalled(
         openai_server = None
         if openai is not None and not is_signalled.is_set():
             phases.begin("starting OpenAI's API")
-            openai_server = stack.enter_context(OpenAIProcess(openai))
+            openai_server = OpenAIProcess(openai)
+            stack.callback(openai_server.stop, is_hurried=lambda: True)
             openai_server.wait_ready(should_stop=is_signalled.is_set)
         phases.end()
         if not is_signalled.is_set():
@@ -108,7 +109,7 @@ def serve_until_signalled(
                 continue
             if gone:
                 # Triton would stay ready and let the requests of this model hang. A supervisor restarts `faser serve`.
-                reason = f"the process of model {gone[0]!r} is gone, so the server ends; log:\n{server.failure_reason()}"
+                reason = f"the process of model {gone[0]!r} is gone; the server ends, log:\n{server.failure_reason()}"
                 time.sleep(ERROR_REPLY_S)
                 server.kill()
             else:
@@ -137,7 +138,7 @@ def _kill_hung(
 
 
 class OpenAIProcess:
-    """A process of `faser openai`, as a context manager. It is ready when it prints its first line."""
+    """A process of `faser openai`. It is ready when it prints its first line."""
 
     def __init__(self, command: list[str]) -> None:
         self.process = subprocess.Popen(
@@ -167,12 +168,5 @@ class OpenAIProcess:
             deadline_s = time.monotonic() + DRAIN_S
             while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
                 time.sleep(0.05)
-        self.process.kill()
-        self.process.wait()
-
-    def __enter__(self) -> OpenAIProcess:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
         self.process.kill()
         self.process.wait()

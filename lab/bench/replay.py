@@ -18,7 +18,6 @@ from typing import Any
 
 import grpc
 import numpy as np
-from tokenizers import Tokenizer
 from tritonclient.grpc import service_pb2_grpc
 
 from faser_backend.core.errors import ConfigError
@@ -32,6 +31,7 @@ from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.text.prompts import read_prompts
+from faser_backend.text.tokenizer import load_tokenizer
 
 CONNECT_TIMEOUT_S = 10.0
 REPORT_BYTES = 1 << 20
@@ -107,7 +107,7 @@ def _maker(options: ReplayOptions) -> PromptMaker:
     if not path.is_file():
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
     texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PROMPTS)]
-    return PromptMaker(Tokenizer.from_file(str(path)), texts)
+    return PromptMaker(load_tokenizer(path), texts)
 
 
 async def _replay(

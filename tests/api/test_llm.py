@@ -180,6 +180,7 @@ def test_an_answer_that_fails_leaves_the_others(llm: LLM):
         (["x", ""], {}, "prompts[1]: input_ids = []: prompt is empty"),
         (["x", [1, "2"]], {}, "prompts[1]: prompt = [1, '2']: must be text, token ids"),
         ([[1], [99999]], {}, "prompts[1]: input_ids = 99999: token ids must lie in"),
+        ([[1], [9**40]], {}, f"prompts[1]: input_ids = {9**40}: token ids must lie in"),
         ([1] * 600, {}, "input_ids length = 600: must be below the context length of 512 tokens"),
         ([{"role": "robot", "content": "x"}], {}, "messages[0].role = 'robot': input should be"),
         ("x", None, "sampling_params = {'n': 1}: must be SamplingParams"),

@@ -25,7 +25,7 @@ from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.errors import ANSWERS, ApiError
 from faser_backend.openai.requests import Generation
-from faser_backend.openai.server import callers_of, check_server
+from faser_backend.openai.server import callers_of, check_server, run_openai
 from faser_backend.openai.triton_client import TokenClient
 from faser_backend.serving.parameters import OpenAIOptions
 from tests.support.chat_templates import HERMES
@@ -438,16 +438,7 @@ def test_the_page_writes_no_markup_from_texts():
 
 
 def test_what_keeps_the_api_from_being_served_is_told_before_the_server_starts(engine_dir: Path, tmp_path: Path):
-    command = [
-        sys.executable,
-        "-m",
-        "faser_backend.cli.main",
-        "serve",
-        "--engine-dir",
-        engine_dir,
-        "--openai-port",
-        "1",
-    ]
+    command = [sys.executable, "-m", "faser_backend.cli", "serve", "--engine-dir", engine_dir, "--openai-port", "1"]
     ended = subprocess.run([*command, "--no-decoupled"], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1 and "leave out --no-decoupled" in ended.stderr and "Traceback" not in ended.stderr
     good = {"is_decoupled": True, "contract": "inflight_batcher", "is_encrypted": False, "restricted": ("metadata",)}
@@ -459,3 +450,8 @@ def test_what_keeps_the_api_from_being_served_is_told_before_the_server_starts(e
         callers_of(OpenAIOptions(host="0.0.0.0"))
     with pytest.raises(ConfigError, match=r"api-key-file = .*: not readable"):
         callers_of(OpenAIOptions(api_key_file=tmp_path))
+    with pytest.raises(ConfigError, match=r"tls-cert = .*: no certificate chain"):
+        callers_of(OpenAIOptions(tls_cert=engine_dir / "manifest.json", tls_key=engine_dir / "manifest.json"))
+    for name, bad in {"triton": "foo", "triton-metrics": "x:99999", "port": 0}.items():
+        with pytest.raises(ConfigError, match=f"^{name} = "):
+            run_openai(OpenAIOptions.from_options(**{name.replace("-", "_"): bad}), engine_dir, "auto")
