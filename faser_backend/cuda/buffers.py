@@ -111,10 +111,10 @@ def fill_inputs(
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     sequence = np.repeat(np.arange(num_sequences), rows.cu_rows[1:] - rows.cu_rows[:-1])  # [T]
     offset = np.arange(num_rows) - rows.cu_rows[sequence]
-    kv_positions = rows.context_lens[sequence] + offset
-    block, in_block = np.divmod(kv_positions, kv_block_size)
+    positions = rows.context_lens[sequence] + offset
+    block, in_block = np.divmod(positions, kv_block_size)
     _put(inputs, "token_ids", rows.token_ids, 0)
-    _put(inputs, "positions", kv_positions, 0)
+    _put(inputs, "positions", positions, 0)
     _put(inputs, "slot_mapping", rows.block_tables[sequence, block] * kv_block_size + in_block, NO_SLOT)
     _put(inputs, "cu_rows", rows.cu_rows, num_rows)
     _put(inputs, "context_lens", rows.context_lens, 0)
