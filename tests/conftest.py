@@ -14,9 +14,9 @@ from faser_backend.cli.main import main
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # before any test loads ONNX Runtime, whose release 1.31 sends usage data
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    # A shell starts what it runs in the background so, and children inherit it: tests that press Ctrl-C would wait.
+    # Shells start background processes like this, and children inherit it: tests that press Ctrl-C would hang.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# The slowest files, the slowest first: parallel workers begin with them, so that none is left for the end.
+# The slowest files, slowest first: parallel workers begin with them, so that none is left for the end.
 SLOW_FILES = [
     "endings", "output_distribution", "conformance", "openai", "abuse", "trtllm", "profile", "families", "operating",
     "openai_abuse", "bench", "exactness", "server", "examples", "train_head", "cli_lab", "smollm2", "tutorial",
@@ -43,8 +43,8 @@ def _signals_stay_as_they_are() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pair of random weights. Tests may not write to it."""
-    from tests.support.serving_pair import build_pair  # what most tests need not load
+    """Builds a pair with random weights. Tests must not write to it."""
+    from tests.support.serving_pair import build_pair  # rarely needed, slow to load
 
     return build_pair(tmp_path_factory.mktemp("pair"))
 

@@ -1,7 +1,7 @@
 """The distribution of accepted tokens: by exact enumeration, and by chi-square on tiny random models.
 
-The enumeration runs one round for every draft and coin, completes each outcome by exact decoding and compares it in
-integers: the distance is exactly 0. Every test also has to catch planted biases.
+The enumeration runs one round for every draft and coin, completes each outcome by exact decoding and compares integers:
+the distance is exactly 0. Every test must also detect planted biases.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def causal(first: np.ndarray, second: np.ndarray) -> np.ndarray:
 
 
 def peeking(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    """Row 1 dies because of x_2, which it must not know."""
+    """Row 1 dies because of x_2, which is wrong."""
     return np.where(second == 1, 1, 3)
 
 
@@ -53,13 +53,13 @@ class TinyModels:
         self.draft = [distribution(), distribution(3)]
 
     def exact_distribution(self) -> np.ndarray:
-        """[3, 3, 3] int64: 4^3 times the probability of each output."""
+        """Returns [3, 3, 3] int64: 4^3 times the probability of each output."""
         p1, p2, p3 = self.target
         return p1[:, None, None] * p2[:, :, None] * p3
 
 
 def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray:
-    """[3, 3, 3] int64: the distribution after one round and exact completion, times 4^2 * 12^3 * 4^3."""
+    """Returns [3, 3, 3] int64: the distribution after one round and exact completion, times 4^2 * 12^3 * 4^3."""
     axes = np.meshgrid(np.arange(3), np.arange(3), *[np.arange(12)] * 3, indexing="ij")
     first, second, coin1, coin2, coin3 = (axis.ravel() for axis in axes)
     q1, q2 = models.draft
@@ -101,7 +101,7 @@ def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray
 
 
 def distance(models: TinyModels, prune: Pruning, rule: str = "tested") -> float:
-    """Total variation between one round with completion and plain decoding."""
+    """Returns the total variation between one round with completion and plain decoding."""
     exact = models.exact_distribution() * 4**2 * 12**3
     return float(np.abs(enumerate_round(models, prune, rule) - exact).sum() / 2 / exact.sum())
 
@@ -122,7 +122,7 @@ SIZE, LENGTH, NUM_RUNS, ALPHA = 8, 3, 40_000, 1e-3
 
 
 class MarkovPair:
-    """Target and draft whose next-token logits depend on position and last token. float32 [LENGTH, V, V]."""
+    """A target and a draft whose next-token logits depend on position and last token: float32 [LENGTH, V, V]."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(5)
@@ -130,7 +130,8 @@ class MarkovPair:
         self.draft = self.target + rng.normal(0, 0.8, self.target.shape).astype(np.float32)
 
     def joint_p_value(self, outputs: np.ndarray) -> float:
-        """Chi-square of all LENGTH positions jointly; outputs [NUM_RUNS, LENGTH], token 0 precedes them."""
+        """Returns the p-value of a joint chi-square of all positions; outputs [NUM_RUNS, LENGTH], token 0 precedes
+        them."""
         p = np.exp(self.target.astype(np.float64))
         p /= p.sum(axis=2, keepdims=True)
         joint = (p[0, 0][:, None, None] * p[1][:, :, None] * p[2][None]).ravel()

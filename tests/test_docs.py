@@ -1,7 +1,7 @@
-"""Pages: their links lead somewhere, their commands exist with the options shown.
+"""Checks pages: links lead to targets, and commands exist with the options shown.
 
-README's calls are run by test_examples.py, tutorials by tests of their own. The others (benchmarks,
-builds of large models) would take minutes: their command lines are parsed by the command itself.
+test_examples.py runs README's calls, and other tests run tutorials. The rest (benchmarks, builds of large models) would
+take minutes: the commands' own parsers check their command lines.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = [
     *(page for folder in ("docs", "models", "benchmarks", "deploy") for page in sorted((ROOT / folder).rglob("*.md"))),
 ]
 FOREIGN = {"pip", "python3", "source", "cd", "export", "curl", "openssl", "git", "docker", "kubectl", "serve"}
-FOREIGN |= {"tritonserver", "printf"}  # programs of others
+FOREIGN |= {"tritonserver", "printf"}  # other programs
 POLICY_NAMES = {"none", "fixed:2", "fixed:4"}  # `faser none` is a contestant's name
 names = [str(page.relative_to(ROOT)) for page in PAGES]
 
@@ -41,7 +41,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 def command_lines(page: Path) -> list[list[str]]:
-    """Words of every command in the page's blocks of shell; pipes and comments end one."""
+    """Returns the words of every command in the page's shell blocks; pipes and comments end one."""
     found = []
     for block in blocks(page.read_text(), "bash"):
         for line in block.replace("\\\n", " ").splitlines():
@@ -58,21 +58,21 @@ def command_lines(page: Path) -> list[list[str]]:
 
 
 def spoken_commands(page: Path) -> set[str]:
-    """Commands in running text, between backticks: their form, not an example."""
+    """Returns commands in running text between backticks: their form, not an example."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     spans = re.findall(r"`((?:faser|python -m lab|python scripts)[^`]*)`", text)
     return {" ".join(span.split()) for span in spans if "..." not in span.split("ENGINE")[0].split(" --")[0]}
 
 
 def parse_faser(arguments: list[str]) -> None:
-    """Fails where the command would not understand them; nothing is run."""
+    """Parses a command line without running it; fails where the command would."""
     group: Any = typer.main.get_command(app)
     assert arguments and arguments[0] in group.commands, f"there is no command faser {' '.join(arguments[:1])}"
     if "--help" in arguments:
         return
     try:
         group.commands[arguments[0]].make_context(arguments[0], list(arguments[1:]))
-    except Exception as error:  # of the parser that typer brings along, whose name is not public
+    except Exception as error:  # of typer's own parser, whose name is not public
         pytest.fail(f"faser {' '.join(arguments)}: {error}")
 
 
@@ -85,13 +85,13 @@ def faser_options(name: str) -> set[str]:
 
 @cache
 def help_of(program: str) -> str:
-    """Output of `python PROGRAM --help`; program: `-m lab.module` or a script."""
+    """Returns the output of `python PROGRAM --help`; program: `-m lab.module` or a script."""
     said, argv, path = io.StringIO(), sys.argv, list(sys.path)
     words = program.split()
     sys.argv = [words[-1], *words[2:], "--help"] if words[0] == "-m" else [program, "--help"]
     try:
         with contextlib.redirect_stdout(said), warnings.catch_warnings(), contextlib.suppress(SystemExit):
-            warnings.simplefilter("ignore")  # that another test has imported the module already
+            warnings.simplefilter("ignore")  # another test may have imported the module
             if words[0] == "-m":
                 runpy.run_module(words[1], run_name="__main__", alter_sys=False)
             else:
@@ -103,7 +103,7 @@ def help_of(program: str) -> str:
 
 
 def check_options(words: list[str]) -> None:
-    """The program exists and knows every --option among the words behind `python`."""
+    """Checks that the program exists and has every --option among the words after `python`."""
     program, rest = (f"-m {words[1]}", words[2:]) if words[0] == "-m" else (words[0], words[1:])
     if words[0] == "-m" and rest and re.fullmatch(r"[a-z]+", rest[0]):
         program, rest = f"{program} {rest[0]}", rest[1:]  # a command of the module
@@ -167,7 +167,7 @@ def test_the_reference_of_the_command_is_what_it_takes():
 
 
 def anchors_of(page: Path) -> set[str]:
-    """Anchors of the page's headings, as the usual renderers make them."""
+    """Returns the anchors of the page's headings, as usual renderers make them."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     found = set()
     for heading in re.findall(r"^#+ +(.*)$", text, re.MULTILINE):

@@ -1,7 +1,7 @@
-"""Tokens do not depend on how they are decoded: worlds of policies, modes, rules, drafters, lanes and pools, each
-compared with plain decoding alone.
+"""Tokens do not depend on how they are decoded.
 
-Every KV entry of the fake models matters, and after each step what counts as known is compared with their pools.
+Combines policies, modes, rules, drafters, lanes and pools, and compares each with plain decoding alone. Every KV entry
+of the fake models matters; after each step the records are compared with their pools.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ DRAFTERS: dict[str, dict[str, Any]] = {"model": {}, "n-grams": {"has_ngrams": Tr
 
 @dataclass(frozen=True)
 class World:
-    """How requests are decoded. change: of the policy's decisions, made from the requests' seed."""
+    """A way to decode requests. change: of the policy's decisions, made from the requests' seed."""
 
     change: Callable[[int], Change]
     policy: str = "fixed:4"
     drafter: str = "model"
-    has_clients: bool = False  # that guess
+    has_clients: bool = False  # with guesses
     lanes: str = "verify first"
     options: dict[str, Any] = field(default_factory=dict)
-    happens: tuple[str, ...] = ()  # counters that show that the world is what its name says
+    happens: tuple[str, ...] = ()  # counters that must rise in this world
     seeds: tuple[int, ...] = (0, 1)
 
 
@@ -123,7 +123,7 @@ WORLDS = worlds()
 
 @pytest.fixture(scope="module")
 def cases() -> dict[tuple[int, bool], Case]:
-    """By seed, with and without guesses of clients."""
+    """Returns cases by seed, with and without clients' guesses."""
     found = {}
     for seed in range(3):
         requests = [*random_requests(seed, 10), request("copies", [7, 8, 9, 10] * 4, 30)]
@@ -155,7 +155,7 @@ def test_tokens_are_those_of_plain_decoding(cases: dict[tuple[int, bool], Case],
 def test_whichever_of_two_drafts_is_taken(
     cases: dict[tuple[int, bool], Case], mode: PipelineMode, drafter: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """The sources take turns by chance; under rejection sampling greedy answers are plain decoding's, too."""
+    """Sources alternate at random; under rejection sampling greedy answers also equal plain decoding's."""
     rng = np.random.default_rng(5)
     takes = lambda self, found, *_: (found.num_drafted > 0) & (rng.random(found.num_drafted.size) < 0.5)  # noqa: E731
     monkeypatch.setattr(DrafterChoice, "takes_look_up", takes)
@@ -191,7 +191,7 @@ def test_reused_prefixes(mode: PipelineMode):
 
 @pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG, "any"])
 def test_a_perfect_draft_is_never_rejected(mode: PipelineMode | str):
-    """So the draft's KV is whole and its penalties see every token, whatever was drafted, discarded or pruned."""
+    """The draft's KV is complete and its penalties see every token, whatever was drafted, discarded or pruned."""
     requests = random_requests(50, 12)
     change = random_lengths(0, mode) if isinstance(mode, PipelineMode) else random_everything(0)
     fake = open_forced("fixed:4", change, LANES["threads"](), num_blocks=40, draft_noise=0.0, draft_memory=10**6)
@@ -221,7 +221,7 @@ def test_overlapped_steps_draft_beside_verification(mode: PipelineMode, count: i
 
 
 def test_running_ahead_discards_after_a_rejection_alone():
-    """With a perfect draft each token is drafted once; a useless one drafts again and again."""
+    """With a perfect draft each token is drafted once; a useless one drafts repeatedly."""
     requests = [request("r", [1, 2, 3], 40)]
     perfect = open_forced("fixed:4", forced(RUN_AHEAD), draft_noise=0.0, draft_memory=10**6)
     agrees(perfect, Case(requests, alone(requests)), None)
@@ -303,7 +303,7 @@ def test_a_failing_step_spares_the_chains_that_wait():
 def test_a_draft_that_counts_others_chains_as_read_is_found(
     cases: dict[tuple[int, bool], Case], drafter: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """Were draft_len advanced over guesses of clients and n-grams, the draft would read K/V that nobody wrote."""
+    """If draft_len advanced over guesses of clients and n-grams, the draft would read K/V that were never written."""
 
     def careless(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
         return commit_tokens(sequence, tokens, counts._replace(source=0))

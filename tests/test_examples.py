@@ -1,4 +1,4 @@
-"""The programs of examples/ and README's calls run as they are, against one server and in processes of their own."""
+"""Runs the programs of examples/ and README's calls unchanged, in their own processes against one server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ports(engine_dir: Path) -> Iterator[dict[int, int]]:
-    """The ports of one server by those that documents name."""
+    """Returns the ports of one server under the documented ones."""
     [port] = free_ports(1)
     options = ("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--openai-port", port)
     with serve(*options) as served:
@@ -39,14 +39,14 @@ def ports(engine_dir: Path) -> Iterator[dict[int, int]]:
 
 @pytest.fixture(scope="module")
 def addresses(ports: dict[int, int]) -> dict[str, str]:
-    """Addresses of the server by the example that asks it."""
+    """Returns the server's address for each example."""
     urls = (f"127.0.0.1:{ports[8001]}", f"http://127.0.0.1:{ports[8000]}", f"http://127.0.0.1:{ports[9000]}/v1")
     return dict(zip(CLIENTS, urls, strict=True))
 
 
 @pytest.fixture
 def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """Runs examples/NAME ARGUMENTS; returns what it printed."""
+    """Runs examples/NAME ARGUMENTS; returns its output."""
 
     def example(name: str, *arguments: object) -> str:
         monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])

@@ -89,7 +89,7 @@ def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Pat
     make(pair / "target" / name)
     status, _, err = run("build", "--target", pair / "target", "--output", tmp_path / "out")
     if name == "tokenizer_config.json" and make in (pipe, endless):
-        assert status == 0  # optional, and there is none
+        assert status == 0  # optional and absent
         return
     assert status == 1 and name in err and err.count("\n") == 1
 
@@ -168,7 +168,7 @@ def test_a_tokenizer_that_panics_is_told_without_paths(tmp_path: Path):
     tokenizer = TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json", post_processor=template))
     with pytest.raises(RequestError, match=r"text = 'aa': the tokenizer cannot encode it \(it panicked\)"):
         tokenizer.encode("aa", add_special_tokens=True)
-    assert TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json")).encode("aa") == [0, 0]  # the control
+    assert TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json")).encode("aa") == [0, 0]  # control
 
 
 def test_room_on_a_disk_is_checked_before(tmp_path: Path):
@@ -219,7 +219,7 @@ def test_a_home_that_nobody_can_write_to_is_one_line(run, monkeypatch, command: 
 
 def test_a_full_temporary_folder_is_one_line(run, built: Path, monkeypatch):
     usage = shutil.disk_usage(built)
-    monkeypatch.setattr(server, "check_ports", lambda *_: None)  # others may use the usual ones
+    monkeypatch.setattr(server, "check_ports", lambda *_: None)  # the usual ports may be taken
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     status, _, err = run("serve", "--engine-dir", built)
     assert status == 1 and err.count("\n") == 1
@@ -240,5 +240,5 @@ def test_any_failure_of_the_system_is_one_line(run, monkeypatch):
         monkeypatch.setattr(doctor, "examine", fail(error))
         assert run("doctor") == (1, "", line)
     monkeypatch.setattr(doctor, "examine", fail(RuntimeError("a mistake of ours")))
-    with pytest.raises(RuntimeError):  # the control: what nobody can mend keeps its traceback
+    with pytest.raises(RuntimeError):  # control: an unexpected error keeps its traceback
         run("doctor")

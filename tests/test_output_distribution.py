@@ -1,7 +1,7 @@
 """Rejection sampling keeps the target's distribution under any causal pruning, trimming, drafting ahead or guesses.
 
-Joint chi-squares of the first tokens through the real scheduler, pipeline, sampler and acceptance. The same test
-fails decisively for planted mistakes: rules that use later tokens, accept too often, or share noise.
+Joint chi-squares of the first tokens through the real scheduler, pipeline, sampler and acceptance. The test must fail
+decisively for planted mistakes: rules that use later tokens, accept too often, or share noise.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ LAYERS = (1, 1, 1)
 PASSES, FAILS = 1e-3, 1e-6
 PROMPT = [1, 3, 2]
 TEMPERATURE = 4.0  # flattens the fakes' logits to a standard deviation of about 1
-# A draft token behind its best rival has a chance of 0.4, else 0.95. One row of two weak tokens is no gain, of a
-# weak and a strong one it is: what is best for row 1 depends on draft token 2.
+# A draft token behind its best rival has a chance of 0.4, else 0.95. One row of two weak tokens does not pay, of a weak
+# and a strong one it does: the best choice for row 1 depends on draft token 2.
 STEPPED = rule([0.4, 0.95], [1.0, 1.65, 1.65, 1.65], price=1.0, first_knot=-1e-6, knot_step=1e-6)
 
 
@@ -107,7 +107,7 @@ def observed(
 
 
 def p_value(counts: np.ndarray, exact: np.ndarray) -> float:
-    """Returns that of a chi-square test; outcomes with fewer than 5 expected counts are pooled."""
+    """Returns the p-value of a chi-square test; outcomes with fewer than 5 expected counts are pooled."""
     expected = exact * counts.sum()
     rare = expected < 5
     pooled_counts = np.append(counts[~rare], counts[rare].sum())
@@ -116,13 +116,13 @@ def p_value(counts: np.ndarray, exact: np.ndarray) -> float:
 
 
 def guess(seed: int) -> tuple[int, ...]:
-    """Two requests of three have a draft of their client's, which knows nothing of the model."""
+    """Gives two requests of three a client's draft that is independent of the model."""
     return () if seed % 3 == 0 else (seed % VOCAB, seed // VOCAB % VOCAB)[: seed % 3]
 
 
 @dataclass(frozen=True)
 class World:
-    """How many requests' first tokens are drawn."""
+    """A way to draw requests' first tokens."""
 
     change: Change
     policy: str = "fixed:2"
@@ -156,7 +156,7 @@ class World:
             seen["mixed"] += record.has_clients and bool(record.frontier.num_drafted[record.server_rows].any())
 
         fake.step_runner.observers.append(note)
-        # Running ahead of two draft tokens takes room for a third, and for the token that ends its round.
+        # Running ahead of two draft tokens needs room for a third, and for the token that ends its round.
         length = LENGTH + (RUN_AHEAD in self.modes and not self.has_clients)
         options = {"draft_of": guess} if self.has_clients else {}
         counts = observed(fake.engine, VOCAB, length, self.count, num_at_once=self.num_at_once, **options)
@@ -193,7 +193,7 @@ WORLDS = {
 
 @pytest.fixture(autouse=True)
 def takes_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look-up that finds something is taken."""
+    """Accepts every n-gram match."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
 
 
@@ -243,7 +243,7 @@ def test_no_two_draws_share_their_noise(seed: int):
 
 
 def wrong_at_pruned_rows(redraw: Callable[[np.ndarray, np.ndarray], np.ndarray]):
-    """accept_by_rejection, but x_N is replaced where row N was pruned: redraw(p, q) gives the weights."""
+    """Wraps accept_by_rejection: replaces x_N where row N was pruned; redraw(p, q) gives the weights."""
     real = acceptance.accept_by_rejection
 
     def wrong(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, *, num_kept) -> Acceptance:
@@ -260,13 +260,13 @@ def wrong_at_pruned_rows(redraw: Callable[[np.ndarray, np.ndarray], np.ndarray])
 
 
 def choosy(*arguments: Any) -> Any:
-    """A chain ahead may be discarded because of what came before it alone, not for its own tokens."""
+    """Discards chains ahead by their own tokens, which is wrong: only earlier tokens may decide."""
     ahead = SURVIVING(*arguments)
     return ahead.take(np.flatnonzero(ahead.frontier.drafted[:, :1].ravel() % 2 == 0).tolist())
 
 
 def spread_guesses(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray):
-    """Recovered tokens drawn as if the client had drawn from a distribution of its own."""
+    """Draws recovered tokens as if the client had drawn from a distribution."""
     found = DRAWN_FROM(frontier, draft_probs, sequences, columns)
     found[frontier.is_client[sequences]] = 1 / VOCAB
     return found
@@ -290,7 +290,7 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
     "accepted too often": (World(forced()), with_uniforms(lambda a, s: (a * 0.5, s))),
     "noise shared by tests and recovered tokens": (World(forced()), with_uniforms(lambda a, _: (a, a))),
     "pruning by later tokens": (World(forced(pruner=peeking(num_candidates=3)), "fixed:3"), []),
-    # The best set of rows over whole chains: right for sample-and-match, but it judges row 1 by token 2.
+    # The best set of rows over whole chains is right for sample-and-match, but it judges row 1 by token 2.
     "trimming by later tokens": (
         World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=3500),
         [(step, "admit_by_price", trim.admit)],

@@ -1,4 +1,4 @@
-"""Two replicas on Ray Serve (deploy/ray_serve.py), as clients of the one port see them."""
+"""Two replicas on Ray Serve (deploy/ray_serve.py), seen by clients of their one port."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ WHOLE = FINISHED, "length"  # requests that ran to their max_tokens
 FIELDS: dict[str, Any] = {"max_tokens": 40, "temperature": 0, "extra_body": {"ignore_eos": True}}
 LONG = {"max_tokens": 2000}
 PROMPTS = [f"{word} is said by the {number} of us" for number, word in enumerate(("yes", "no", "def", "caf", "+", "x"))]
-# Unlike one another, and so long that the router, which gives such a prompt to the replica that was told least, goes to
-# and fro between the two.
+# Different from one another, and so long that the router, which gives such a prompt to the least loaded replica,
+# alternates between the two.
 UNLIKE = [letter * 400 for letter in "abcdefgh"]
 REPLACED_WITHIN_S = 100
 
@@ -53,7 +53,7 @@ def options(engine_dir: Path, **more: Any) -> Options:
 
 @pytest.fixture(scope="module")
 def cluster(engine_dir: Path) -> Iterator[int]:
-    """The port of two replicas."""
+    """Yields the port of two replicas."""
     [port] = free_ports(1)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     ray.init(
@@ -80,7 +80,7 @@ def client_of(port: int) -> openai.AsyncOpenAI:
 
 
 def servers_of(engine_dir: Path) -> dict[int, int]:
-    """Process id -> metrics port of the `faser serve` of each replica."""
+    """Returns process id -> metrics port of each replica's `faser serve`."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         command = arguments(int(folder.name))
@@ -95,7 +95,7 @@ async def complete(client: openai.AsyncOpenAI, prompt: str, **fields: Any) -> st
 
 
 async def follow(client: openai.AsyncOpenAI, prompt: str, has_begun: asyncio.Event, **fields: Any) -> str | None:
-    """The streamed text, or None where an event told that the replica is gone."""
+    """Returns the streamed text, or None if an event reported that the replica is gone."""
     text = ""
     try:
         async with await client.completions.create(
@@ -199,8 +199,8 @@ def test_a_killed_replica_loses_no_request_of_the_other_and_is_replaced(cluster:
     streams, behind = asyncio.run(kill())
     lost, kept = [text for text in streams if text is None], [text for text in streams if text is not None]
     assert lost and kept  # each replica had some
-    assert len(behind) == len(PROMPTS)  # those that came after the kill were answered
-    time.sleep(1)  # counters follow what was answered
+    assert len(behind) == len(PROMPTS)  # those after the kill were answered
+    time.sleep(1)  # counters lag behind answers
     assert [metric(before[survivor], FINISHED, reason) for reason in ("cancelled", "error")] == cut_short
     assert metric(before[survivor], *WHOLE) >= whole + len(behind) + 1
     wait_until(lambda: len(servers_of(engine_dir)) == 2, "no replacement", timeout_s=REPLACED_WITHIN_S)
@@ -214,11 +214,11 @@ def test_a_killed_replica_loses_no_request_of_the_other_and_is_replaced(cluster:
     wait_until(lambda: _is_ready(new), "the replacement is not ready", timeout_s=REPLACED_WITHIN_S)
     whole_again = asyncio.run(again())
     assert [text for text in whole_again if text is None] == []
-    assert all(text in (None, now) for text, now in zip(streams, whole_again, strict=True))  # and the same tokens
+    assert all(text in (None, now) for text, now in zip(streams, whole_again, strict=True))  # equal tokens
 
 
 def test_an_update_loses_no_request(cluster: int, engine_dir: Path):
-    """Serve replaces every replica: the old ones answer what they have, and end."""
+    """Serve replaces every replica; the old ones finish their requests, then end."""
     before = servers_of(engine_dir)
 
     async def ask(is_over: threading.Event) -> tuple[list[str | None], int]:

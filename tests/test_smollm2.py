@@ -1,4 +1,4 @@
-"""The public model SmolLM2-135M-Instruct: its file -> an engine -> an answer, and logits as transformers has them."""
+"""The public model SmolLM2-135M-Instruct: from its file to an engine and an answer, with transformers' logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def engine_dir(file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def reference(file: Path) -> LlamaForCausalLM:
-    """transformers' model of the numbers that the file's blocks stand for, as the package says."""
+    """Returns transformers' model of the file's numbers, as the package decodes them."""
     checkpoint = GGUFCheckpoint(file)
     unused = ("model_type", "rope_scaling")
     config = {name: value for name, value in checkpoint.fields.values.items() if name not in unused}

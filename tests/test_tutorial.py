@@ -1,4 +1,4 @@
-"""docs/tutorial-policy.md: its file is a policy that `generate`, `simulate` and `bench` take by its path."""
+"""docs/tutorial-policy.md: `generate`, `simulate` and `bench` load its policy by path."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TUTORIAL = Path(__file__).resolve().parents[1] / "docs" / "tutorial-policy.md"
 
 @pytest.fixture(scope="module")
 def policy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file as the tutorial gives it."""
+    """Writes the tutorial's file."""
     (code,) = re.findall(r"```python\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
     assert code.count("\n") <= 40
     path = tmp_path_factory.mktemp("tutorial") / "caution.py"
@@ -53,13 +53,13 @@ def test_answers_are_those_of_plain_decoding(policy_file: Path):
 
 
 def test_it_follows_acceptance(policy_file: Path):
-    """In virtual time, where drafts are cheap: better than none."""
+    """In virtual time with cheap drafts: better than none."""
     world = next(world for world in all_worlds() if world.name == "memory bound, 8")
     assert run(world, f"file:{policy_file}", 0)["tokens_per_s"] > 1.2 * run(world, "none", 0)["tokens_per_s"]
 
 
 def test_every_command_does_what_the_tutorial_says(policy_file: Path):
-    """As written, where the file was saved; a pipe gets the whole table."""
+    """Runs each command as written, in the file's folder; a pipe gets the whole table."""
     [commands] = re.findall(r"```bash\n(.*?)```", TUTORIAL.read_text(), flags=re.DOTALL)
     there = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     there.pop("COLUMNS", None)

@@ -1,4 +1,4 @@
-"""The wheel as a user gets it: installed in an environment of its own and used away from the checkout."""
+"""The wheel as a user gets it: installed in a new environment and used away from the checkout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_an_installed_wheel_generates_away_from_the_checkout():
-    """scripts/check_wheel.sh without its servers: twine's checks, the data of the wheel, and a text."""
+    """Runs scripts/check_wheel.sh without its servers: twine's checks, the wheel's data, and a text."""
     command, env = ["bash", str(ROOT / "scripts" / "check_wheel.sh"), "--quick"], {**os.environ, "NO_COLOR": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""The CPU's attention kernel: right against plain numpy, the same bits in any batch, blind to hidden positions."""
+"""The CPU's attention kernel: equal to numpy, with the same bits in any batch, and blind to masked positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from faser_backend.cpu.kernels.compilation import Kernel, compile_kernel, f32, i
 
 @cache
 def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
-    """Returns attend_units alone, as a kernel that Python calls; a pool of halves is given as uint16."""
+    """Returns attend_units alone as a kernel for Python; pools of halves are passed as uint16."""
     pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), compilation.source_stamp()
     arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], f32[3], f32[2], f32[2])
     signature = numba.void(*arrays, numba.int64, numba.int64, numba.float32, numba.boolean)
@@ -44,7 +44,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
 
 @dataclass
 class Call:
-    """One call of the kernel; unused blocks and positions behind a context hold NaN."""
+    """One call of the kernel; unused blocks and positions after a context hold NaN."""
 
     q: np.ndarray  # [T, H, head_dim]
     k: np.ndarray  # [T, Hkv, head_dim]
@@ -55,9 +55,11 @@ class Call:
     cu_rows: np.ndarray  # [B + 1]
     context_lens: np.ndarray  # [B]
     scale: float
+    trunk_lens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [B] and
+    ancestors: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # [T] of trees
 
     def run(self, units: list[int] | None = None, *, attends: bool = True) -> np.ndarray:
-        """Writes the pools. units: the borders of the ranges that are called one after another."""
+        """Writes the pools. units: borders of the ranges that are called one after another."""
         num_units = len(self.context_lens) * self.k.shape[1]
         attended = np.full_like(self.q, np.nan)
         width = scratch_width(self.block_table.shape[1] * self.k_pool.shape[2])
@@ -72,7 +74,7 @@ class Call:
         return attended
 
     def expected(self) -> np.ndarray:
-        """The result of `run`, in float64 from the pools after it."""
+        """Returns `run`'s result in float64 from the pools after it."""
         out = np.empty(self.q.shape)
         heads_per_kv = self.q.shape[1] // self.k.shape[1]
         for b, (begin, end) in enumerate(pairwise(self.cu_rows)):
@@ -89,7 +91,7 @@ class Call:
         return out
 
     def alone(self, sequence: int, num_rows: int) -> Call:
-        """A call of the sequence's first num_rows rows and nothing else, in other blocks of another pool."""
+        """Returns a call of the sequence's first num_rows rows alone, in other blocks of another pool."""
         begin, num_blocks = self.cu_rows[sequence], self.block_table.shape[1]
         rows = slice(begin, begin + num_rows)
         table = np.arange(num_blocks)[::-1].copy()
@@ -170,7 +172,7 @@ def test_keys_and_values_reach_their_positions_and_no_others(dtype: DTypeLike):
 
 @BOTH_DTYPES
 def test_halves_are_rounded_as_numpy_rounds_and_stay_finite(dtype: DTypeLike):
-    """Ties to even, the smallest ones too, and what no half can hold becomes the largest one."""
+    """Ties go to even, subnormals included, and values beyond the largest half become that."""
     call = make_call(np.random.default_rng(7), [40], [0], head_dim=24, dtype=dtype)
     call.k[:] = call.k * 2.0 ** np.random.default_rng(8).integers(-26, 15, call.k.shape)
     call.k[0, 0, :4] = [1 + 2**-11, 1 + 3 * 2**-11, 2**-25, -(2**-24)]  # halfway up and down, and subnormal
@@ -194,7 +196,7 @@ def test_any_ranges_of_units_give_the_same_bits(dtype: DTypeLike):
 @BOTH_DTYPES
 @pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1)])
 def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike):
-    """Chunks of 1 to 9 rows, which end in any place of a block and of a tile, against calls of fewer rows."""
+    """Compares chunks of 1 to 9 rows, ending anywhere in a block and a tile, with calls of fewer rows."""
     rng = np.random.default_rng(head_dim)
     num_rows, contexts = list(range(1, 10)), rng.integers(0, 120, 9).tolist()
     call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block, dtype=dtype)
@@ -207,7 +209,7 @@ def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int
 
 
 def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> np.ndarray:
-    """The rows of the call's one sequence, in calls of their own. after(k_pool, v_pool) follows each call."""
+    """Runs the rows of the call's one sequence in separate calls. after(k_pool, v_pool) follows each call."""
     attended = []
     for row in range(call.q.shape[0]):
         step = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
@@ -219,7 +221,7 @@ def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> 
 
 @BOTH_DTYPES
 def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
-    """The ground of greedy decoding of one path: the length of a verified chunk changes no bit."""
+    """Greedy decoding relies on this: the length of a verified chunk changes no bit."""
     call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4, dtype=dtype)
     steps = copy.deepcopy(call)
     np.testing.assert_array_equal(run_one_by_one(steps), call.run())
@@ -228,7 +230,7 @@ def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
 
 
 def test_rows_that_are_read_before_they_are_rounded_would_be_noticed():
-    """Negative control: as halves, but what a call writes is rounded only behind it."""
+    """Negative control: halves, but a call's own writes are rounded only after it."""
 
     def to_halves(*pools: np.ndarray) -> None:
         for pool in pools:
@@ -246,7 +248,7 @@ def test_large_scores_stay_finite():
     scores = np.einsum("thd,thd->th", call.q, call.k) * call.scale
     assert np.abs(scores).max() > 80
     attended = call.run()
-    assert np.abs(attended - call.expected()).max() <= 1e-4 * np.abs(call.v).max()  # as scores are rounded
+    assert np.abs(attended - call.expected()).max() <= 1e-4 * np.abs(call.v).max()  # the rounding of scores
 
 
 def test_the_comparison_would_notice_a_row_that_sees_one_column_more_or_less():
@@ -304,3 +306,144 @@ def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
         caplog.clear()
         compilation.warn_once.cache_clear()
     assert num_loaded == [0, 1, 0] and told == [True, False, True], "only what is compiled is called so"
+
+
+def random_lines(rng: np.random.Generator, count: int) -> np.ndarray:
+    """Draws [count] ancestors of a tree's rows, the anchor's first, as int64 bits."""
+    tree = Tree(np.array([random_parents(rng, count - 1)], np.int64).reshape(1, -1))
+    return tree.lines.ancestors[0]
+
+
+def positions_seen(trunk: int, bits: int) -> list[int]:
+    return [*range(trunk), *(trunk + bit for bit in range(64) if bits >> bit & 1)]
+
+
+def tree_call(rng: np.random.Generator, counts: list[int], earlier: list[int], **options) -> Call:
+    """Returns trees of counts[b] nodes, of which an earlier call wrote the first earlier[b]. 0 nodes: a chain."""
+    trunks = rng.integers(0, 70, len(counts)).tolist()
+    num_rows = [(count or 3) - first for count, first in zip(counts, earlier, strict=True)]
+    contexts = [trunk + first for trunk, first in zip(trunks, earlier, strict=True)]
+    lines = [random_lines(rng, count)[first:] if count else np.zeros(3, np.int64)
+             for count, first in zip(counts, earlier, strict=True)]  # fmt: skip
+    call = make_call(rng, num_rows, contexts, **options)
+    return replace(call, trunk_lens=np.array(trunks), ancestors=np.concatenate(lines))
+
+
+def as_chain(call: Call, sequence: int, row: int) -> Call:
+    """Returns the row alone after what it sees, in the order of positions. The pools of `call` hold all rows."""
+    bits = int(call.ancestors[row]) % 2**64
+    seen = np.array(positions_seen(int(call.trunk_lens[sequence]), bits)[:-1], np.int64)
+    if not bits:
+        seen = np.arange(call.context_lens[sequence] + row - call.cu_rows[sequence])
+    block = call.k_pool.shape[2]
+    table = np.arange(-(-(seen.size + 1) // block))[::-1].copy()
+    pools = [np.full_like(pool[:, : table.size], np.nan) for pool in (call.k_pool, call.v_pool)]
+    at, old = np.arange(seen.size), call.block_table[sequence]
+    for mine, pool in zip(pools, (call.k_pool, call.v_pool), strict=True):
+        mine[:, table[at // block], at % block] = pool[:, old[seen // block], seen % block]
+    packed = [x[row : row + 1].copy() for x in (call.q, call.k, call.v)]
+    return Call(*packed, *pools, table[None], np.array([0, 1]), np.array([seen.size]), call.scale)
+
+
+@BOTH_DTYPES
+@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1), (16, 24, 6)])
+def test_a_row_of_a_tree_has_the_bits_that_it_has_in_a_chain(
+    heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike
+) -> None:
+    rng = np.random.default_rng(head_dim + block)
+    options = {"heads_per_kv": heads_per_kv, "head_dim": head_dim, "block": block, "dtype": dtype}
+    call = tree_call(rng, [1, 5, 0, 12, 64, 20], [0, 0, 0, 7, 0, 19], **options)
+    attended = call.run()
+    for sequence, (begin, end) in enumerate(pairwise(call.cu_rows)):
+        for row in range(begin, end):
+            np.testing.assert_array_equal(as_chain(call, sequence, row).run()[0], attended[row])
+    num_units = call.k.shape[1] * len(call.context_lens)
+    np.testing.assert_array_equal(call.run(list(range(num_units + 1))), attended)
+
+
+def test_a_row_does_not_read_what_it_does_not_see() -> None:
+    rng = np.random.default_rng(3)
+    call = tree_call(rng, [40], [0])
+    call.k[17] = call.v[17] = np.nan
+    sees = (call.ancestors >> 17 & 1).astype(bool)
+    assert 0 < sees.sum() < 40
+    attended = call.run()
+    assert np.isnan(attended[sees]).all() and np.isfinite(attended[~sees]).all()
+
+
+def test_the_mask_of_a_chain_is_a_chain() -> None:
+    """Rows without a bit, among trees and alone, equal those of a call without a mask."""
+    call = tree_call(np.random.default_rng(5), [0, 0], [0, 0])
+    masked = call.run()
+    none = np.zeros(0, np.int64)
+    np.testing.assert_array_equal(replace(call, trunk_lens=none, ancestors=none).run(), masked)
+    all_before = np.array([0b1, 0b11, 0b111] * 2)
+    np.testing.assert_array_equal(replace(call, ancestors=all_before).run(), masked)
+
+
+def test_a_wrong_mask_is_noticed() -> None:
+    """The comparison above fails for one bit too many."""
+    call = tree_call(np.random.default_rng(6), [9], [0])
+    attended = call.run()
+    row = int(np.flatnonzero(call.ancestors != (1 << np.arange(1, 10)) - 1)[0])
+    missing = next(bit for bit in range(row) if not call.ancestors[row] >> bit & 1)
+    call.ancestors[row] |= 1 << missing
+    assert (call.run()[row] != attended[row]).any()
+
+
+# -- whole models --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["fp32", "fp16"])
+def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LlvmRunner:
+    root = tmp_path_factory.mktemp("trees")
+    build(
+        write_checkpoint(root / "source"),
+        root / "engine",
+        runtime="llvm",
+        exit_layers=(1,),
+        kv_cache_dtype=request.param,
+    )
+    manifest = EngineManifest.load(root / "engine")
+    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=request.param)
+    return LlvmRunner(manifest.target, root / "engine", CorePartition("test", (0, 1)), pool)
+
+
+def test_a_mask_that_shows_siblings_changes_logits(runner: LlvmRunner) -> None:
+    rng = np.random.default_rng(2)
+    prompt, tokens, table = rng.integers(0, VOCAB_SIZE, 9), rng.integers(0, VOCAB_SIZE, 6), np.arange(5)[None]
+    context = np.array([prompt.size])
+    found = []
+    for bits in ([1, 3, 5, 9, 17, 33], [1, 3, 7, 15, 31, 63]):
+        run_all(runner, make_rows([prompt], [0], [prompt.size], table))
+        tree = TreeRows(context, np.array(bits), prompt.size + np.array([0, 1, 1, 1, 1, 1]))
+        found.append(run_all(runner, RowBatch(tokens, np.array([0, 6]), context, table, np.arange(6), tree)))
+    differences = np.abs(found[0] - found[1]).max(axis=1)
+    assert (differences[:2] < 1e-5).all() and (differences[2:] > 1e-3).all()
+
+
+def test_a_path_of_a_tree_is_plain_decoding(runner: LlvmRunner) -> None:
+    """Compares logits of every row, and of the rows after an accepted path once its K/V are moved."""
+    rng = np.random.default_rng(8)
+    tables = rng.permutation(NUM_BLOCKS)[:20].reshape(2, 10)
+    prompts = [rng.integers(0, VOCAB_SIZE, 11), rng.integers(0, VOCAB_SIZE, 6)]
+    lines = [random_lines(rng, count) for count in (9, 5)]
+    tokens = [rng.integers(0, VOCAB_SIZE, line.size) for line in lines]
+    context_lens = np.array([prompt.size for prompt in prompts])
+    run_all(runner, make_rows(prompts, [0, 0], context_lens.tolist(), tables))
+    depths = [np.array([bin(bits).count("1") for bits in line.tolist()]) for line in lines]
+    positions = np.concatenate([context + depth - 1 for context, depth in zip(context_lens, depths, strict=True)])
+    tree = TreeRows(context_lens, np.concatenate(lines), positions)
+    rows = RowBatch(np.concatenate(tokens), np.array([0, 9, 14]), context_lens, tables, np.arange(14), tree)
+    logits = np.split(run_all(runner, rows), [9])
+    for b in range(2):
+        deepest = int(depths[b].argmax())
+        path = np.array([bit for bit in range(64) if lines[b][deepest] >> bit & 1])
+        text = np.concatenate([prompts[b], tokens[b][path], [7]])
+        start, count = prompts[b].size, path.size + 1
+        at = context_lens[b] + np.arange(path.size)
+        runner.move_kv(np.repeat(tables[b : b + 1], path.size, axis=0), context_lens[b] + path, at)
+        follow = run_all(runner, make_rows([text], [text.size - 1], [1], tables[b : b + 1]))
+        plain = [run_all(runner, make_rows([text], [start + i], [1], tables[b : b + 1]))[0] for i in range(count)]
+        found = np.concatenate([logits[b][path], follow])
+        np.testing.assert_array_equal(found, plain)

@@ -1,4 +1,4 @@
-"""Engines of runtime llvm end to end: no policy, batch or preemption changes a token; numpy keeps to one thread."""
+"""Engines of runtime llvm end to end: no policy, batch or preemption changes a token; numpy uses one thread."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def requests(request: pytest.FixtureRequest, directory: Path) -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(opened: tuple[LlvmRuntime, ModelPair], requests: list[Request]) -> Tokens:
-    """Tokens of plain decoding, one request at a time."""
+    """Returns the tokens of plain decoding, one request at a time."""
     engine = assemble_on(*opened, parse_policy("none", guessed), config(max_num_seqs=1))
     return run(engine, requests)
 
@@ -132,7 +132,7 @@ engine.close()
 
 
 def test_an_open_engine_leaves_one_thread_to_numpy(tmp_path: Path):
-    """Numpy's other threads would stay awake on the engine's cores."""
+    """Numpy's other threads would stay busy on the engine's cores."""
     environment = {"PATH": "", "PYTHONPATH": str(Path(__file__).parents[2]), "OPENBLAS_NUM_THREADS": "2"}
     ended = subprocess.run(
         [sys.executable, "-c", CODE, str(build_pair(tmp_path))],

@@ -1,4 +1,4 @@
-"""Early exit on the runner: scores against torch, and what rows that leave after a segment do and do not touch."""
+"""Early exit on the runner: scores against torch, and the writes of rows that leave after a segment."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Scene:
         return self.runner.run_segment_with_scores(0, self.rows, None, self.candidates)
 
     def positions(self, num_from: list[int], num_to: list[int]) -> list[tuple[int, int]]:
-        """(block, offset) of rows [num_from, num_to) of each sequence."""
+        """Returns (block, offset) of rows [num_from, num_to) of each sequence."""
         spans = zip(STARTS, num_from, num_to, TABLES, strict=True)
         return [
             (int(table[position // BLOCK_SIZE]), position % BLOCK_SIZE)
@@ -56,7 +56,7 @@ class Scene:
         ]
 
     def is_changed(self, before: np.ndarray, layer: int) -> np.ndarray:
-        """Returns [NUM_BLOCKS, BLOCK_SIZE]: which positions were written, by all heads or by none."""
+        """Returns [NUM_BLOCKS, BLOCK_SIZE]: the positions written, by all heads or by none."""
         changed = (
             (self.storage != before)[layer][:, :, :NUM_BLOCKS]
             .transpose(2, 3, 0, 1, 4)
@@ -72,7 +72,7 @@ def scene(tmp_path: Path) -> Scene:
 
 
 def shallow_logits(scene: Scene) -> np.ndarray:
-    """[T, V] what torch's head makes of the hidden states behind the exit layer."""
+    """Returns [T, V]: torch's head on the hidden states of the exit layer."""
     parts = []
     with torch.no_grad():
         for sequence, start, count in zip(scene.sequences, STARTS, COUNTS, strict=True):
@@ -89,7 +89,7 @@ def test_scores_are_the_heads_view_of_a_shallow_model(scene: Scene) -> None:
     np.testing.assert_allclose(scores, expected, atol=2e-4)
     hidden, scores = hidden.copy(), scores.copy()
     plain = scene.runner.run_segment(0, scene.rows, None)
-    np.testing.assert_array_equal(plain, hidden)  # the scores are a by-product
+    np.testing.assert_array_equal(plain, hidden)  # scores change nothing
     fewer = scene.runner.run_segment_with_scores(0, scene.rows, None, scene.candidates[:, :2])[1]
     np.testing.assert_allclose(fewer, scores[:, :2], atol=1e-5)
 

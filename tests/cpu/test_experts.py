@@ -1,6 +1,6 @@
-"""Experts whose layers are kernels of ours: what a row chooses, its bits in any company, and whole engines.
+"""Experts whose layers are the project's kernels: routing, equal bits in any batch, and whole engines.
 
-Logits beside transformers' are in test_runner.py, with those of the other variants.
+test_families.py compares logits with transformers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.support.gguf_models import write_gguf
 from tests.support.harness import drive, guessed
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
-# Sizes that fill no block of columns, and a router of two blocks, so that two threads share it.
+# Sizes that fill no block of columns, and a router of two blocks, which two threads share.
 SIZES = {"hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 19, "num_experts_per_tok": 3}
 
 
@@ -53,7 +53,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def directory(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target that is cut, and a draft of experts that is often right."""
+    """Builds a target with an exit, and a draft of experts that is often right."""
     root = tmp_path_factory.mktemp("int4")
     model = random_model("qwen3_moe", **SIZES)
     torch.manual_seed(1)
@@ -78,7 +78,7 @@ def test_a_row_has_the_same_bits_in_any_company_on_any_threads(directory: Path) 
 
 @numba.njit
 def choices(logits, chances, shares, chosen, normalises):
-    """A row at a time; logits stay as they are."""
+    """Chooses experts row by row; logits stay unchanged."""
     for row in range(logits.shape[0]):
         chances[row] = logits[row]
         choose(chances[row], shares[row], chosen[row], normalises)
@@ -91,9 +91,9 @@ def choices(logits, chances, shares, chosen, normalises):
 def test_the_best_experts_are_chosen_with_their_shares(num_experts: int, num_chosen: int, normalises: bool) -> None:
     rng = np.random.default_rng(num_experts)
     logits = (4 * rng.standard_normal((50, num_experts))).astype(np.float32)
-    logits[1] = 0  # all alike: the first ones are taken
+    logits[1] = 0  # all equal: the first ones are chosen
     logits[2, ::2] = logits[2].max() + 1
-    logits[3] *= 1e4  # one has it all, and the others nothing
+    logits[3] *= 1e4  # one takes all
     chances, shares = np.empty_like(logits), np.empty((50, num_chosen), np.float32)
     chosen = np.empty((50, num_chosen), np.int32)
     choices(logits, chances, shares, chosen, normalises)
@@ -109,7 +109,7 @@ def test_the_best_experts_are_chosen_with_their_shares(num_experts: int, num_cho
 
 
 def test_no_expert_is_chosen_twice_where_logits_are_no_numbers() -> None:
-    """Its rows would not fit into the room for them."""
+    """Its rows would exceed their buffer."""
     logits = np.zeros((3, 19), np.float32)
     logits[0], logits[1, 4], logits[2, 7] = np.nan, np.inf, -np.inf
     chosen = np.empty((3, 8), np.int32)
@@ -146,7 +146,7 @@ def test_the_router_stays_float32(tmp_path: Path) -> None:
 
 
 def test_calls_without_logits_and_of_one_row(source: Path, tmp_path: Path) -> None:
-    """The last layer then has no rows at all, or fewer than experts; beside ONNX Runtime."""
+    """The last layer then has no rows, or fewer than experts; compared with ONNX Runtime."""
     build(source, tmp_path / "engine")
     runners = (open_runner(tmp_path / "engine"), GatheredRunner(source, tmp_path, block_size=BLOCK_SIZE))
     tokens, table = np.random.default_rng(0).integers(0, VOCAB_SIZE, 12), np.arange(3)[None]
@@ -175,13 +175,13 @@ def test_experts_of_a_gguf_file_are_stored_number_by_number(tmp_path: Path) -> N
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Some greedy, some sampled."""
+    """Returns requests, some greedy, some sampled."""
     return make_requests()
 
 
 @pytest.fixture(scope="module")
 def expected(directory: Path, requests: list[Request]) -> dict[str, list[int]]:
-    """Tokens of plain decoding, one request at a time."""
+    """Returns the tokens of plain decoding, one request at a time."""
     return run(open_engine(directory, "none", max_num_seqs=1), requests)
 
 
@@ -205,7 +205,7 @@ def test_policies_and_batches_change_no_token(policy: str, directory: Path, requ
     assert run(engine, requests) == expected
     metrics = engine.metrics()
     assert policy in {"survival", "faser"} or (metrics.num_drafted > 0) == (policy != "none")
-    # What `survival` drafts depends on how long calls took.
+    # `survival` drafts by measured times.
     assert policy != "fixed:4" or 0 < metrics.num_accepted < metrics.num_drafted
 
 

@@ -1,4 +1,4 @@
-"""GGUF files on runtime llvm: what is quantised as a format has it is stored number by number, the rest as chosen."""
+"""GGUF files on runtime llvm: quantised weights are stored number by number, others as chosen."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OUTSIDE = {"embedding": "model.embed_tokens.weight", "lm_head": "lm_head.weight"
 
 
 def write(path: Path, kind: str, others: dict[str, str], variant: str = "linear_rope", **changes) -> PreTrainedModel:
-    """A file of 2 layers and the model that it stands for."""
+    """Writes a file of 2 layers and returns its model."""
     sizes = K_QUANTISED if "K" in kind + "".join(others.values()) else QUANTISED
     model = random_model(variant, **{**sizes, "num_hidden_layers": 2, **changes})
     edit = linear if variant == "linear_rope" else lambda writer: None
@@ -49,7 +49,7 @@ def build(file: Path, directory: Path, **options) -> EngineManifest:
 
 
 def restored(model: ModelEngine, directory: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
-    """Every matrix of an engine by Hugging Face's name, [num_outputs, num_inputs] float32, as its products have it."""
+    """Returns an engine's matrices by Hugging Face name, [num_outputs, num_inputs] float32, as products see them."""
     assert model.weights is not None
     found = {}
     for name, stored in load_file(directory / model.weights.name).items():
@@ -63,7 +63,7 @@ def restored(model: ModelEngine, directory: Path, shapes: dict[str, tuple[int, .
 
 
 def expected(reference: PreTrainedModel) -> dict[str, np.ndarray]:
-    """Every matrix that a file stands for, by name; a head that is tied is none of its own."""
+    """Returns every matrix of the file by name; a tied head has none."""
     weights = {name: tensor.numpy() for name, tensor in reference.state_dict().items() if tensor.ndim == 2}
     if reference.config.tie_word_embeddings:
         weights.pop("lm_head.weight")
@@ -97,8 +97,8 @@ EXACT: dict[str, tuple[str, dict[str, str], dict, tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", EXACT)
 def test_engines_compute_with_the_weights_of_the_file(name: str, tmp_path: Path) -> None:
-    """Bit for bit what dequantising gives: float32 holds number * scale exactly, and of Q4_1 both round the sum with
-    the minimum once. (Zeros may differ in sign.)"""
+    """Equals dequantised weights bit for bit, except the sign of zeros: float32 holds number * scale exactly, and for
+    Q4_1 both round the sum with the minimum once."""
     kind, others, changes, formats = EXACT[name]
     file, directory = tmp_path / "model.gguf", tmp_path / "engine"
     reference = write(file, kind, others, **changes)
@@ -134,7 +134,7 @@ def test_the_comparison_notices_rows_in_another_order(tmp_path: Path) -> None:
 
 
 def test_exit_scores_are_of_the_heads_format(tmp_path: Path) -> None:
-    """Those of a head in another format than the layers' are close to ONNX Runtime's from float32."""
+    """Scores of a head in another format than the layers' are close to ONNX Runtime's from float32."""
     file = tmp_path / "model.gguf"
     write(file, "Q8_0", {HEAD: "F16"})
     build_engines(file, file, tmp_path / "llvm", kv_block_size=BLOCK_SIZE, exit_layers=(1,), kv_cache_dtype="fp32")

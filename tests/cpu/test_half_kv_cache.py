@@ -1,4 +1,4 @@
-"""Engines that keep keys and values as halves: what is opened, how near float32 it is, and tokens of any path."""
+"""Engines with fp16 keys and values: opening, distance from float32, and equal tokens on any path."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
 
 BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 24, 40
-HALF_ULP = 2.0**-11  # the largest relative error of a number that is rounded to a half
+HALF_ULP = 2.0**-11  # the largest relative rounding error of a half
 ONE_CORE = CorePartition("one", (0,))
 SEQUENCES = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, LENGTH) for seed in (0, 1)]
 TABLES = np.random.default_rng(2).permutation(NUM_BLOCKS)[: 2 * LENGTH // BLOCK_SIZE].reshape(2, -1)
@@ -32,7 +32,7 @@ TABLES = np.random.default_rng(2).permutation(NUM_BLOCKS)[: 2 * LENGTH // BLOCK_
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One pair by its kv_cache_dtype."""
+    """Builds one pair per kv_cache_dtype."""
     root = tmp_path_factory.mktemp("halves")
     target = write_checkpoint(root / "target")
     draft = write_draft(target, root / "draft")
@@ -54,7 +54,7 @@ def open_target(directory: Path) -> LlvmRunner:
 
 
 def logits_of(directory: Path) -> np.ndarray:
-    """[2 * LENGTH, vocab_size] of both sequences, which go through the model in chunks."""
+    """Returns [2 * LENGTH, vocab_size] of both sequences, read in chunks."""
     runner, parts = open_target(directory), []
     for start in range(0, LENGTH, 7):
         rows = make_rows(SEQUENCES, [start] * 2, [min(7, LENGTH - start)] * 2, TABLES)
@@ -108,8 +108,8 @@ def test_integrity_notices_a_half_that_is_not_finite(engines: dict[str, Path]):
 
 
 def test_logits_are_near_those_of_float32(engines: dict[str, Path]):
-    """Packed, paged and in chunks. In each layer every key and every value is off by up to HALF_ULP of itself; the
-    bound takes these errors as if all were largest and added up, which random ones do not."""
+    """In each layer every key and value is off by at most HALF_ULP of itself. The bound adds all errors at their
+    maximum, which random ones do not reach."""
     wanted = logits_of(engines["fp32"])
     error = logits_of(engines["fp16"]) - wanted
     num_roundings = 2 * EngineManifest.load(engines["fp16"]).target.spec.num_layers
@@ -129,7 +129,7 @@ def test_tokens_do_not_depend_on_the_path(engines: dict[str, Path], temperature:
         options = {"policy": policy, "max_num_seqs": 4, "max_prefill_tokens": 16}
         engine = build_engine(engines["fp16"], EngineConfig.from_options(**options))
         answers[policy] = drive(engine, requests, seed=5).tokens
-        if policy != "faser":  # which need not speculate where it knows nothing
+        if policy != "faser":  # without a profile it need not speculate
             assert policy in {"survival", "faser"} or (engine.metrics().num_drafted > 0) == (policy != "none")
         engine.close()
     assert answers["fixed:4"] == answers["none"]

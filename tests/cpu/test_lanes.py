@@ -1,4 +1,4 @@
-"""ThreadLanes: two threads that really run at once, on their cores, and end both phases before they fail."""
+"""ThreadLanes: two threads run at once on their cores, and both phases end before a failure is raised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def where_am_i() -> tuple[int, set[int]]:
 
 
 def test_both_run_at_once_and_each_result_has_its_place(lanes: ThreadLanes) -> None:
-    barrier = threading.Barrier(2)  # passed only by two at a time
+    barrier = threading.Barrier(2)  # needs both at once
 
     def reach(name: str) -> str:
         barrier.wait(WAIT_S)

@@ -1,4 +1,4 @@
-"""Noise: pure function of (seed, position), the right distribution, and independence where it is promised."""
+"""Noise: a pure function of (seed, position) with the right distribution, and independent where promised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mix_by_hand(word: int) -> int:
 
 
 def row_by_hand(vocab_size: int, seed: int, position: int) -> np.ndarray:
-    """Standard Gumbel noise in float64, one token at a time."""
+    """Returns standard Gumbel noise in float64, one token at a time."""
     table = noise._table(20, vocab_size)
     key = mix_by_hand((seed + 0x9E3779B97F4A7C15) & WORD)
     word = mix_by_hand((key + position * 0x9E3779B97F4A7C15) & WORD)
@@ -104,7 +104,7 @@ class TestDistribution:
         assert p_value(draws(source, probs, np.arange(NUM_DRAWS), 0), probs) > 1e-3
 
         class SingleWindow(GumbelNoise):
-            """Half of the construction: the finite table then shows."""
+            """Half of the construction, in which the finite table shows."""
 
             def log_exponentials(self, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
                 words = noise._counters(keys, positions)

@@ -1,4 +1,4 @@
-"""Opening partitions: which splits are opened and why, pools shared, sessions on the lanes, nothing left behind."""
+"""Opening partitions: the splits, their reasons, shared pools, sessions on lanes, and complete cleanup."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from faser_backend.serving.compose import open_partitions
 from tests.support.tiny_models import make_rows, run_all, write_checkpoint
 
 CORES = sorted(os.sched_getaffinity(0))
-# Both shares exist on a machine of one core too; they then take turns.
+# Both shares exist even on a machine of one core; they then alternate.
 TASKS = Path("/proc/self/task")
 PAIR = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
 MENU = PartitionMenu(CorePartition("whole", tuple(CORES)), (PAIR,), "as tested")
@@ -60,13 +60,12 @@ def open_on(
 
 
 def runners_of(partition: Partition) -> tuple[LlvmRunner, LlvmRunner]:
-    """(target, draft)"""
     assert isinstance(partition.target, LlvmRunner) and isinstance(partition.draft, LlvmRunner)
     return partition.target, partition.draft
 
 
 def test_a_split_continues_what_the_whole_began(engine: Path) -> None:
-    """And both models at once compute what they compute in turn."""
+    """Both models at once also compute what they compute serially."""
     partitions, close = open_on(engine)
     whole, split, lanes = runners_of(partitions[WHOLE]), runners_of(partitions["1/1"]), partitions["1/1"].lanes
     assert lanes is not None and partitions[WHOLE].lanes is None
@@ -83,7 +82,7 @@ def test_a_split_continues_what_the_whole_began(engine: Path) -> None:
 
 
 def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each core is named twice, so that each runner computes with two threads on it."""
+    """Names each core twice, so that each runner computes with two threads on it."""
     monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
     draft, target = (CorePartition(share.name, share.cores * 2) for share in PAIR)
 
@@ -99,7 +98,7 @@ def test_helper_threads_of_a_split_stay_on_its_shares(engine: Path, monkeypatch:
     lanes.run_both(lambda: run_all(on_target, rows), lambda: run_all(on_draft, rows))
     started = [cores for thread, cores in affinities().items() if thread not in before]
     close()
-    shares = [set(draft.cores), set(target.cores)] * 2  # a lane, and a helper
+    shares = [set(draft.cores), set(target.cores)] * 2  # a lane and a helper
     assert sorted(map(sorted, started)) == sorted(map(sorted, shares))
 
 
@@ -145,7 +144,7 @@ class TestUsefulSplits:
 
     @staticmethod
     def sized(engine: Path, *, target: int, draft: int) -> EngineManifest:
-        """A manifest whose weight files are that large."""
+        """Returns a manifest with weight files of this size."""
         manifest = EngineManifest.load(engine)
         sizes = {"target": target, "draft": draft}
         models = {

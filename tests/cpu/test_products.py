@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Products of rows and stored matrices on a CPU: right, with the same bits in any company, and kept on disk."""
+"""Products of rows and stored matrices on a CPU: right, with the same bits in any batch, and cached on disk."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ kernels = cache(new_kernels)
 
 
 class Matrix:
-    """A random matrix, stored behind 64 other bytes of a file."""
+    """A random matrix, stored after 64 other bytes of a file."""
 
     def __init__(self, weight_format: str, num_inputs: int, num_outputs: int, seed: int = 0):
         self.rng = np.random.default_rng(seed)
@@ -59,7 +59,7 @@ class Matrix:
         return self.rng.standard_normal((num_rows, self.shape[0])).astype(np.float32)
 
     def times(self, x, *, blocks=None, y=None) -> np.ndarray:
-        """x @ W in a range of blocks, by default all; what was in y is added to."""
+        """Computes x @ W in a range of blocks, by default all, and adds it to y."""
         first, last = blocks or (0, num_blocks(self.shape[1]))
         adds, y = y is not None, np.full((len(x), self.shape[1]), np.nan, np.float32) if y is None else y
         scratch = np.full(scratch_size(self.shape[0]), np.nan, np.float32)
@@ -123,22 +123,24 @@ def test_products_are_right(weight_format: str, shape: tuple[int, int]):
 
 
 def error_of(weight_format: str) -> float:
-    """Error relative to an input: two bfloat16 numbers leave out so much, and fp16's weights as much again. The numbers
-    of int4 are larger than the weights that they are with their minimums."""
+    """Returns the error relative to an input: two bfloat16 numbers leave this out, and fp16 weights the same again.
+
+    The numbers of int4 are larger than their weights with minimums.
+    """
     if weight_format not in PRODUCTS or not matrix_units.has_matrix_units():
         return 1e-6
     return {"int4": 2**-15, "fp16": 2**-15}.get(weight_format, 2**-17)
 
 
 def assert_right(matrix: Matrix, x, y, *, error: float) -> None:
-    """error: of an input, relatively."""
+    """Asserts equality. error: of an input, relative."""
     exact, sizes = x.astype(np.float64) @ matrix.restored, np.abs(x).astype(np.float64) @ np.abs(matrix.restored)
     assert (np.abs(y - exact) <= error * sizes + 1e-30).all()
 
 
 @pytest.mark.skipif(not matrix_units.has_matrix_units(), reason="needs a CPU with AMX")
 def test_both_parts_of_an_input_count():
-    """The control: with the nearest bfloat16 alone, results would be a hundred times further off."""
+    """Control: with the nearest bfloat16 alone, results would be a hundred times further off."""
     matrix = Matrix("bf16", 576, 200)
     x = matrix.rows(20)
     rounded = x.astype(ml_dtypes.bfloat16).astype(np.float32)
@@ -205,7 +207,7 @@ def test_columns_and_scores_have_the_bits_of_weights_and_products(weight_format:
 
 
 def test_other_orders_have_other_bits():
-    """The control: were sums exact, or the data too simple, the tests of bits above would say nothing."""
+    """Control: if sums were exact or the data too simple, the tests of bits would prove nothing."""
     matrix = Matrix("fp32", 576, 200)
     x = matrix.rows(6)
     straight = matrix.times(x)
@@ -215,7 +217,7 @@ def test_other_orders_have_other_bits():
     assert (x @ matrix.restored != straight).any()
 
 
-# numba keeps what it has compiled for a process: another CPU is another process.
+# numba keeps compiled code per process: another CPU is another process.
 ANOTHER_CPU = """
 import re, sys
 import numpy as np
@@ -236,7 +238,7 @@ np.savez(sys.argv[2], **results)
 
 
 def products_elsewhere(path: Path, tile_rows: int, *formats: str) -> dict[str, np.ndarray]:
-    """By format and rows: the last of the first 45 rows of Matrix(format, 100, 200), where there is no matrix unit."""
+    """Returns, by format and rows, the last of 45 rows of Matrix(format, 100, 200) without matrix units."""
     environment = {**os.environ, "FASER_MATRIX_UNITS": "off", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", ANOTHER_CPU, str(tile_rows), str(path), *formats]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)

@@ -1,6 +1,6 @@
-"""Models whose layers are kernels of ours: bits that depend on a row's inputs alone, formats, threads and refusals.
+"""Models whose layers are the project's kernels: bits that depend on a row's inputs only, formats, threads, refusals.
 
-Logits of every family are compared in test_families.py.
+test_families.py compares logits of every family.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def open_runner(directory: Path, num_threads: int = 2) -> LlvmRunner:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One checkpoint by the format of its matrices; halves in the pool where matrices are halves."""
+    """Builds one checkpoint per format of its matrices; fp16 matrices have fp16 pools."""
     root = tmp_path_factory.mktemp("llvm")
     source = write_checkpoint(root / "source", tie_word_embeddings=True, hidden_size=72, intermediate_size=104)
     for name in FORMATS:
@@ -59,7 +59,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def logits_of(runner: LlvmRunner, chunk: int, *, is_packed: bool) -> np.ndarray:
-    """[3, 40, vocab_size] of three sequences that go through the model in chunks, packed or one by one."""
+    """Returns [3, 40, vocab_size] of three sequences, read in chunks, packed or one by one."""
     sequences = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, 40) for seed in range(3)]
     tables = np.random.default_rng(9).permutation(NUM_BLOCKS)[:30].reshape(3, 10)
     parts = []
@@ -109,7 +109,7 @@ def test_integers_are_near_float32(engines: dict[str, Path]) -> None:
 
 @pytest.mark.parametrize("weights", FORMATS)
 def test_exit_scores_are_logits_of_the_exit(weights: str, engines: dict[str, Path], tmp_path: Path) -> None:
-    """Scores by the last norm and the head at the exit: logits of a model that ends there, bit for bit."""
+    """Scores by the last norm and the head at the exit equal a model that ends there, bit for bit."""
     runner = open_runner(engines[weights])
     candidates = np.random.default_rng(2).integers(0, VOCAB_SIZE, (9, 4))
     rows = make_rows([np.arange(9)], [0], [9], np.array([[5, 7, 2]]))
@@ -168,7 +168,7 @@ def test_close_ends_the_threads_and_may_come_twice(threads: set[threading.Thread
 def test_an_error_on_any_thread_reaches_the_caller_and_the_next_call_is_whole(
     fails_here: bool, engines: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the caller's own share fails too, its error goes first and the helper's does not wait for the next call."""
+    """If the caller's own share fails too, its error is raised, and the helper's does not wait for the next call."""
     runner, rows = open_runner(engines["fp32"]), make_rows([np.arange(4)], [0], [4], np.array([[0]]))
     expected, caller = run_all(runner, rows), threading.current_thread()
 

@@ -1,4 +1,4 @@
-"""NumpySampler against a slow reference in plain Python, at its edges, and as it draws a draft's tokens."""
+"""NumpySampler against a slow reference in plain Python, at edge cases, and while drafting."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NEG_INF = -math.inf
 def allowed_logits(
     logits: np.ndarray, sampling: Sampling, prefix: list[int], num_prompt: int, end_ids: tuple[int, ...]
 ) -> list[float]:
-    """Logits of one row after penalties, bias, min_tokens and bad words."""
+    """Returns one row's logits after penalties, bias, min_tokens and bad words."""
     output = prefix[num_prompt:]
     row = [float(value) for value in logits]
     for token_id in range(len(row)):
@@ -43,7 +43,7 @@ def allowed_logits(
 
 
 def filtered(row: list[float], sampling: Sampling) -> list[float]:
-    """Scaled logits of one random row after top-k, top-p and min-p."""
+    """Returns scaled logits of one random row after top-k, top-p and min-p."""
     scaled = [value / sampling.temperature for value in row]
     if sampling.top_k:
         threshold = sorted(scaled, reverse=True)[min(sampling.top_k, len(scaled)) - 1]
@@ -62,7 +62,7 @@ def filtered(row: list[float], sampling: Sampling) -> list[float]:
 
 
 def random_sampling(rng: np.random.Generator) -> Sampling:
-    """Every feature is on in about a third of the requests; a fifth decode greedily."""
+    """Draws a request: every feature is on in about a third of them; a fifth decode greedily."""
 
     def maybe(value: float, off: float) -> float:
         return float(value) if rng.random() < 0.35 else off
@@ -161,7 +161,7 @@ def test_tokens_follow_the_reference(seed: int) -> None:
         sampling = scene.sampling[int(scene.rows.sequence[row])]
         if not sampling.is_greedy:
             scores += source.gumbel(np.array([sampling.seed], np.uint64), scene.rows.positions[row : row + 1])[0]
-        assert scores[token_id] >= scores.max() - 1e-4  # float32 may turn a near-tie, nothing else
+        assert scores[token_id] >= scores.max() - 1e-4  # float32 may flip a near-tie
 
 
 @settings(max_examples=100, deadline=None)
@@ -183,7 +183,7 @@ def test_rows_do_not_depend_on_their_batch(seed: int) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 2**32))
 def test_state_survives_preemption(seed: int) -> None:
-    """A slot that is removed and added again with its tokens so far draws as before."""
+    """A slot that is removed and added again with its tokens draws as before."""
     scene = Scene(seed)
     first = scene.sampler.sample(scene.logits, scene.rows)
     scene.sampler.check_integrity()
@@ -239,7 +239,7 @@ class TestEdges:
         np.testing.assert_allclose(probs, [expected], atol=1e-6)
 
     def test_wide_nuclei(self) -> None:
-        """A flat distribution keeps ceil(p V) tokens, far more than a nucleus usually holds."""
+        """A flat distribution keeps ceil(p V) tokens, far more than usual."""
         sampler = single_slot(Sampling(temperature=1.0, top_p=0.8), vocab_size=1000)
         logits = np.linspace(0.0, 1e-3, 1000, dtype=np.float32)[None]
         probs = sampler.probabilities(logits, one_row_each(np.array([1])))
@@ -334,7 +334,7 @@ def test_wide_rows_do_not_depend_on_their_batch() -> None:
 
 
 def scene_of(seed: int) -> Scene:
-    """Requests with top_k = 1 are told to the reference as greedy ones, which they are."""
+    """Returns a scene in which the reference gets requests with top_k = 1 as greedy ones."""
     scene = Scene(seed)
     scene.sampling = [replace(s, temperature=0.0) if s.top_k == 1 else s for s in scene.sampling]
     return scene
@@ -346,7 +346,7 @@ def temperature_of(scene: Scene, row: int) -> float:
 
 
 def gumbel_row(scene: Scene, row: int) -> np.ndarray:
-    """[VOCAB] noise that the row's token is drawn with; zero where greedy."""
+    """Returns the row's noise [VOCAB], zero where greedy."""
     sampling = scene.sampling[int(scene.rows.sequence[row])]
     if sampling.is_greedy:
         return np.zeros(VOCAB)
@@ -392,7 +392,7 @@ def test_drafted_rows_do_not_depend_on_their_batch(seed: int) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 6))
 def test_candidate_margins_follow_the_reference(seed: int, num_candidates: int) -> None:
-    """Scores are raw logits: the noise is weighed with the temperature, and nothing else is applied."""
+    """Scores are raw logits: only the noise is weighed with the temperature."""
     scene = scene_of(seed)
     rng = np.random.default_rng(seed)
     num_rows = scene.rows.slots.size
@@ -440,7 +440,7 @@ def test_unusable_logits_are_an_error_and_stay_as_they_were(
 
 
 def test_a_token_without_rivals() -> None:
-    """Distinct candidates even where all but one token are forbidden, and a margin that is a number."""
+    """Candidates are distinct and margins finite even if all but one token are forbidden."""
     logits = np.array([[-np.inf, 3.0, -np.inf, -np.inf], [1e30, -1e30, -np.inf, 1e38]], np.float32)
     for sampling in (Sampling(), Sampling(temperature=0.5, seed=2)):
         drawn = single_slot(sampling).sample_draft(logits, one_row_each(np.array([1, 1])), 4)
@@ -462,7 +462,7 @@ def test_numbers_of_candidates_out_of_range_are_refused(num_candidates: int) -> 
 
 
 def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
-    """As in an overlapped step: one lane draws while the other asks for leads."""
+    """As in an overlapped step: one lane draws while the other computes margins."""
     scenes = [Scene(seed) for seed in range(12)]
     rng = np.random.default_rng(0)
     asked = [rng.integers(0, VOCAB, (scene.rows.slots.size, 4)) for scene in scenes]
@@ -491,7 +491,7 @@ def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
 
 @pytest.mark.parametrize("num_candidates", [0, 1, 2, 4])
 def test_logits_of_plain_greedy_rows_stay_as_they_were(num_candidates: int) -> None:
-    """The only rows whose scores are the caller's own array."""
+    """Only these rows share the caller's array."""
     sampler = NumpySampler(50, 2)
     sampler.add(0, Sampling(), np.array([1]), 1, ())
     logits = np.random.default_rng(5).normal(0, 3, (9, 50)).astype(np.float32)

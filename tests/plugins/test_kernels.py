@@ -197,7 +197,7 @@ def test_launches_fit_their_device(capability, element_bytes, head_dim):
             config = launch_config(element_bytes, head_dim, group, max_rows, capability)
             row_bytes = padded_head_dim(head_dim) * element_bytes
             used = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
-            assert config.num_stages >= 2 and used <= shared_limit(capability) + 7_000  # the real use is less
+            assert config.num_stages >= 2 and used <= shared_limit(capability) + 7_000  # real use is less
             assert config.block_m >= max(16, group)
             assert 16 <= config.block_c <= config.block_n <= 128
             assert all(n & (n - 1) == 0 for n in config[:3])
@@ -226,7 +226,7 @@ def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
     ("num_sequences", "num_kv_heads", "max_context", "num_sms", "expected"),
     [
         (32, 8, 1024, 132, 1),  # enough programs
-        (1, 8, 1024, 132, 4),  # as many parts as pay off
+        (1, 8, 1024, 132, 4),  # as many parts as pay
         (1, 8, 16_384, 132, 33 if MAX_SPLITS >= 33 else MAX_SPLITS),
         (16, 8, 4096, 132, 2),
         (4, 2, 200, 132, 1),  # too short to split

@@ -1,4 +1,4 @@
-"""Every kernel compiles to a cubin for three architectures, and fits their limits. No GPU is needed."""
+"""Every kernel compiles to a cubin for three architectures within their limits, without a GPU."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_attention_compiles_within_its_device(capability, variant):
     assert compiled.shared_bytes <= min(bound, shared_limit(capability))
     assert compiled.spill_bytes <= 32
     assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
-    assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # and never fewer
+    assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # never fewer
     tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
     assert max(tiles_ahead) >= 2 * (config.num_stages - 2), "keys and values are not loaded ahead"
     products = "fma" if dtype == "fp32" else "mma"
@@ -166,7 +166,7 @@ def test_small_kernels_compile(capability, name):
     assert compiled.spill_bytes == 0 and compiled.shared_bytes <= 48 * 1024
     wide = r"ld\.global\.v" if name in {"rotate_heads_kernel", "gated_silu_kernel", "write_kv_kernel"} else "v4"
     assert re.search(wide, compiled.ptx) or name == "write_kv_kernel", "wide loads"
-    # Near 1, which gives the largest noise, a GPU's fast logarithm has almost no correct digit.
+    # Near 1, where noise is largest, a GPU's fast logarithm has almost no correct digit.
     assert "lg2.approx" not in compiled.ptx
 
 
@@ -191,13 +191,13 @@ def test_parameters_are_those_that_a_launch_passes():
 
 
 class DriverOfNoDevice:
-    """A stand-in for the GPU driver that the compiler queries before a launch."""
+    """A fake GPU driver, which the compiler queries before a launch."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        return 99  # binaries are cached by device: none that is there
+        return 99  # binaries are cached by device: an unused number
 
     def get_current_stream(self, _device: int) -> int:
         return 0
@@ -205,7 +205,7 @@ class DriverOfNoDevice:
 
 @pytest.fixture
 def launches(monkeypatch) -> list[tuple[str, tuple[int, ...], str]]:
-    """(kernel, grid, hash of its binary) of what launchers launch: arguments are bound and compiled, nothing runs."""
+    """Records (kernel, grid, hash of its binary) of launches: arguments are bound and compiled, nothing runs."""
     launched = []
 
     def on_grid(kernel, *grid):

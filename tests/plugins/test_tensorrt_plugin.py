@@ -1,6 +1,6 @@
 """The attention plugin without a GPU: its contract, and the kernels in its engines.
 
-It is registered with a recording fake, as full TensorRT cannot be installed here.
+A recording fake registers it, as full TensorRT cannot be installed here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The rewritten graph for full TensorRT: attributes, two nodes for one, and the same results.
+"""The rewritten graph for full TensorRT: attributes, two nodes for one, and equal results.
 
-ONNX's reference evaluator runs it with stand-ins for the ops; a dense run of the model is the reference.
-The parser of TensorRT-RTX is that of full TensorRT up to making the plugin.
+ONNX's reference evaluator runs it with fake ops; a dense run of the model is the reference. TensorRT-RTX's parser is
+that of full TensorRT up to the plugin's creation.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def attended(*tensors: np.ndarray) -> np.ndarray:
 
 
 class AttendSplits(OpRun):
-    """A stand-in that puts the whole result in the first part."""
+    """A fake op that puts the whole result into the first part."""
 
     op_domain = NAMESPACE
 

@@ -1,4 +1,4 @@
-"""The least that `faser profile` measures in tests."""
+"""The smallest `faser profile`, for tests."""
 
 from faser_backend.profiling.cases import Effort
 

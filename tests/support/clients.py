@@ -23,7 +23,7 @@ KINDS = {"max_tokens": np.int32, "request_output_len": np.int32, "input_ids": np
 KINDS |= {"seed": np.uint64, "beam_width": np.int32, "end_id": np.int32, "num_draft_tokens": np.int32}
 KINDS |= {"sampling_param_max_tokens": np.int32, "sampling_param_seed": np.uint64, "draft_input_ids": np.int32}
 KINDS |= {"num_return_sequences": np.int32, "top_k": np.int32, "runtime_top_k": np.int32}
-NO_TOKEN = 1048576  # as an end id: answers end by their length alone
+NO_TOKEN = 1048576  # as an end id: only the length ends an answer
 
 
 # -- requests ---------------------------------------------------------------------------------------------------------

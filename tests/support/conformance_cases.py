@@ -1,4 +1,4 @@
-"""Values that the conformance tests send and expect, tensor by tensor, and the tables of docs/serving.md about it.
+"""Values that the conformance tests send and expect, by tensor, and the tables of docs/serving.md made from them.
 
 `python -m tests.support.conformance_cases` writes the tables between their marks.
 """
@@ -30,7 +30,7 @@ NUMPY_TYPES = {
     "FP32": np.float32,
 }
 MESSAGES = json.dumps([{"role": "user", "content": "x"}])
-VOCAB_SIZE = 321  # of the pair that the tests serve
+VOCAB_SIZE = 321  # of the served pair
 _FLAGS = (
     *("stream", "streaming", "early_stopping", "exclude_input_in_output"),
     *("return_log_probs", "return_context_logits", "return_generation_logits", "return_perf_metrics"),
@@ -38,7 +38,7 @@ _FLAGS = (
     *("return_finish_reason", "return_stop_reason", "return_cumulative_logprob"),
     *("sampling_param_exclude_input_from_output", "sampling_param_return_perf_metrics"),
 )
-# What asks for something that works: beside a base request, or (None) in place of a part of it.
+# Features that work: added to a base request, or (None) replacing a part of it.
 HONOURED: dict[str, dict[str, np.ndarray | None]] = {
     "messages": {"messages": text(MESSAGES), "text_input": None},
     "bad_words": {"bad_words": text("a")},
@@ -71,7 +71,7 @@ _NEUTRAL_SCALARS = {"beam_width": 1, "runtime_top_p_decay": 1.0, "retention_deco
 
 
 def base_request(model: ModelConfig) -> Arrays:
-    """A request of this model that works and asks for nothing more."""
+    """Returns a valid request of this model without optional features."""
     if model in LLMAPI:
         return {
             "text_input": np.array([b"def f"], dtype=object),
@@ -85,7 +85,7 @@ def base_request(model: ModelConfig) -> Arrays:
 
 
 def used(model: ModelConfig, spec: TritonTensor) -> Arrays:
-    """A request that uses this input."""
+    """Returns a request that uses this input."""
     given: dict[str, np.ndarray | None] = {**base_request(model)}
     if spec.name in HONOURED:
         extra = HONOURED[spec.name]
@@ -97,7 +97,7 @@ def used(model: ModelConfig, spec: TritonTensor) -> Arrays:
 
 
 def neutral(model: ModelConfig, spec: TritonTensor) -> Arrays:
-    """A request that sends this unsupported input, and asks for nothing by it."""
+    """Returns a request that sends this unsupported input at its neutral value."""
     value = "" if spec.data_type == "STRING" else _NEUTRAL_SCALARS.get(spec.name, 0)
     return {**base_request(model), spec.name: _filled(model, spec, 0, value)}
 
@@ -118,7 +118,7 @@ class Output(NamedTuple):
     """How a tensor is sent. shape: of one prompt and one sequence; n tokens are new or, unary, the whole answer."""
 
     shape: str
-    flag: str = ""  # the input that asks for it; "" is always
+    flag: str = ""  # the input that enables it; "" for always
 
 
 _PERF = Output("[1, 1]", "return_perf_metrics")
@@ -181,14 +181,14 @@ def meaning_of(spec: TritonTensor) -> str:
 
 
 def sending_of(models: tuple[ModelConfig, ...], spec: TritonTensor) -> tuple[str, str]:
-    """When an output is sent, and its type and shape."""
+    """Returns when an output is sent, its type and its shape."""
     output = output_of(models[0], spec)
     sent = {"": "always", "never": "never"}.get(output.flag, f"with `{output.flag}`")
     return sent, spec.data_type + ("" if sent == "never" else output.shape.replace(" ", ""))
 
 
 def table_lines() -> Iterator[str]:
-    """A row per set of models: tensors by what they do here, then by type and shape."""
+    """Returns a row per set of models: tensors by their effect here, then by type and shape."""
     for title, models in (("inflight_batcher", INFLIGHT_BATCHER), ("llmapi", LLMAPI)):
         for side in ("inputs", "outputs"):
             yield f"| models | {side} of `{title}` (`tests/triton/test_conformance.py::test_{side[:-1]}`) |\n|---|---|"
@@ -209,7 +209,7 @@ def table_lines() -> Iterator[str]:
 
 
 def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[TritonTensor, str]]:
-    """Each tensor once, with the models that have it."""
+    """Returns each tensor once, with the models that have it."""
     found: dict[TritonTensor, list[str]] = {}
     for model in models:
         for spec in getattr(model, side):
@@ -219,7 +219,7 @@ def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[Trito
 
 
 def written(docs: str) -> str:
-    """The page with the tables as they are now."""
+    """Returns the page with the current tables."""
     before, _, rest = docs.partition(BEGIN)
     _, _, after = rest.partition(END)
     return f"{before}{BEGIN}\n" + "\n".join(table_lines()) + f"{END}{after}"

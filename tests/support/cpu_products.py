@@ -7,7 +7,7 @@ import numpy as np
 from faser_backend.cpu.kernels.layouts import LANES, LAYOUTS, num_blocks
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 
-UNIT_ERROR = 1e-3  # of logits near 1, where a CPU's matrix units compute; weights that are off by a step give more
+UNIT_ERROR = 1e-3  # of logits near 1 from a CPU's matrix units; weights that are off by a step give more
 
 
 def restore_matrix(stored: np.ndarray, num_inputs: int, num_outputs: int, weight_format: str) -> np.ndarray:
@@ -35,6 +35,6 @@ def restore_matrix(stored: np.ndarray, num_inputs: int, num_outputs: int, weight
 
 
 def assert_computed_alike(found: np.ndarray, wanted: np.ndarray, error: float = 0.0) -> None:
-    """error: of vector kernels; by default 0, as they widen weights and compute in float32."""
+    """Asserts equal results. error: of vector kernels; 0 by default, as they widen weights and compute in float32."""
     error = UNIT_ERROR if has_matrix_units() else error
     np.testing.assert_allclose(found, wanted, rtol=0, atol=error)

@@ -1,7 +1,7 @@
-"""Random EAGLE-3 heads in the layout in which they are published, and what such a head computes, written in torch.
+"""Random EAGLE-3 heads in the published format, and a torch reference of such a head.
 
-The reference follows the description of EAGLE-3 (arXiv 2503.01840) and of its published checkpoints, one sequence at
-a time and without a cache; it shares no code with the graphs.
+The reference follows the description of EAGLE-3 (arXiv 2503.01840) and its published checkpoints, one sequence at a
+time and without a cache. It shares no code with the graphs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.functional import linear, silu
 from tests.support.tiny_models import DEFAULTS, VOCAB_SIZE
 
 NUM_TARGET_LAYERS = 8
-FEATURE_LAYERS = (2, 4, 5)  # what the public default makes of 8 layers
+FEATURE_LAYERS = (2, 4, 5)  # the public default for 8 layers
 DRAFT_VOCAB_SIZE = 40
 HEAD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -31,7 +31,7 @@ HEAD: dict[str, Any] = {
     "head_dim": 8,
     "vocab_size": VOCAB_SIZE,
     "draft_vocab_size": DRAFT_VOCAB_SIZE,
-    "max_position_embeddings": 32,  # heads are trained on short texts; not a limit
+    "max_position_embeddings": 32,  # heads are trained on short texts; this is no limit
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -39,7 +39,7 @@ HEAD: dict[str, Any] = {
 
 
 def head_tensors(config: dict[str, Any], *, seed: int = 0, prefix: str = "midlayer.") -> dict[str, torch.Tensor]:
-    """Random weights and a token map, under the published names."""
+    """Returns random weights and a token map under the published names."""
     rng = torch.Generator().manual_seed(seed)
     d, inner = config["hidden_size"], config["intermediate_size"]
     num_q, num_kv = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
@@ -66,7 +66,7 @@ def head_tensors(config: dict[str, Any], *, seed: int = 0, prefix: str = "midlay
 
 
 def write_head(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
-    """A checkpoint directory as SpecForge saves one: no tokenizer, no embedding unless `tensors` has one."""
+    """Writes a checkpoint directory as SpecForge does: no tokenizer, an embedding only if `tensors` has one."""
     config = {name: value for name, value in {**HEAD, **changes}.items() if value is not None}
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
@@ -75,7 +75,7 @@ def write_head(directory: Path, tensors: dict[str, torch.Tensor] | None = None, 
 
 
 class ReferenceHead:
-    """A published head over the embedding [V, d] that it shares. Weights are looked up by their published names."""
+    """A published head over the embedding [V, d] that it shares."""
 
     def __init__(self, directory: Path, embedding: torch.Tensor, prefix: str = "midlayer.") -> None:
         self.config = json.loads((directory / "config.json").read_text())
@@ -84,11 +84,12 @@ class ReferenceHead:
         self._prefix = prefix
 
     def joined(self, features: torch.Tensor) -> torch.Tensor:
-        """Hidden states of three target layers [n, 3 d] -> [n, d]."""
+        """Joins the hidden states of three target layers: [n, 3 d] -> [n, d]."""
         return linear(features, self.tensors["fc.weight"])
 
     def run(self, token_ids: np.ndarray, hidden: torch.Tensor) -> tuple[np.ndarray, torch.Tensor]:
-        """token_ids [n] beside hidden [n, d], at positions 0 to n - 1 -> logits over all ids [n, V], hidden [n, d]."""
+        """Runs token_ids [n] with hidden [n, d] at positions 0 to n - 1. Returns logits of all ids [n, V], hidden [n,
+        d]."""
         embedded = self._norm(self.embedding[torch.from_numpy(token_ids)], f"{self._prefix}input_layernorm")
         both = torch.cat([embedded, self._norm(hidden, f"{self._prefix}hidden_norm")], dim=-1)
         hidden = hidden + self._attention(both)
@@ -115,7 +116,7 @@ class ReferenceHead:
         return self._linear(mixed.reshape(n, -1), "self_attn.o_proj")
 
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """x [n, heads, head_dim] turned by its position; halves are paired, as Llama has it."""
+        """Applies RoPE to x [n, heads, head_dim]; halves are paired, as in Llama."""
         half = x.shape[-1] // 2
         theta = self.config.get("rope_theta", 10000.0)
         angles = torch.arange(x.shape[0])[:, None].double() * theta ** (-torch.arange(half).double() / half)

@@ -1,4 +1,4 @@
-"""A stand-in for a library: `python -m tests.support.echo_worker [broken]` continues a prompt with its first ids."""
+"""A fake library: `python -m tests.support.echo_worker [broken]` continues a prompt with its first ids."""
 
 from __future__ import annotations
 

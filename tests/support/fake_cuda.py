@@ -1,8 +1,7 @@
-"""Fakes of a CUDA driver and of torch.cuda: devices of any size, failures at any call, and who waits for whom.
+"""Fakes of a CUDA driver and of torch.cuda: devices of any size, failures at any call, and the order of stream work.
 
-`FakeDriver` answers as cuda.bindings.driver does and keeps count of every handle. `FakeCuda` has streams that
-compute nothing but remember their order: `touch` is a use of a resource, and `check_order` finds two uses of one
-resource, one of them a write, that nothing orders.
+`FakeDriver` answers as cuda.bindings.driver does and counts every handle. The streams of `FakeCuda` compute nothing but
+record their order: `touch` is a use of a resource, and `check_order` finds two unordered uses, one a write.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Status(enum.IntEnum):
 
 @dataclass
 class Resource:
-    """SMs by number. split: of which split call it is an output; 0 = of the device itself."""
+    """SMs by number. split: the split call that returned them; 0 is the device itself."""
 
     sms: tuple[int, ...]
     smallest: int
@@ -42,7 +41,7 @@ class Resource:
 class FakeDriver:
     """A device of num_sms SMs whose smallest share is `smallest`. joins_rest: whether groups and the rest combine.
 
-    fails_at: a function's name, or its name and which of its calls (from 1), that answers with `status`.
+    fails_at: a function's name, or its name and the number of its call (from 1), that answers with `status`.
     """
 
     def __init__(
@@ -66,8 +65,8 @@ class FakeDriver:
         self.status = status
         self.calls: Counter[str] = Counter()
         self.contexts: dict[int, tuple[Resource, ...]] = {}
-        self.streams: dict[int, int] = {}  # of which context
-        self.sms_of: dict[int, frozenset[int]] = {}  # of every stream that ever was
+        self.streams: dict[int, int] = {}  # the context of each
+        self.sms_of: dict[int, frozenset[int]] = {}  # of every stream ever created
         self._handles = count(1000)
 
     def __getattribute__(self, name: str) -> Any:
@@ -154,7 +153,7 @@ class FakeDriver:
 
 
 class FakeStream:
-    """`past`: everything that is ordered before what is queued next."""
+    """A stream. `past` holds all that is ordered before its next work."""
 
     def __init__(self, handle: int, priority: int = 0) -> None:
         self.cuda_stream = handle
@@ -180,7 +179,7 @@ class FakeEvent:
 
 
 class Use(NamedTuple):
-    """A use of a resource: its number, the numbers of what is ordered before it, where, and of which kind."""
+    """A use of a resource: its number, the numbers of uses ordered before it, its stream and its kind."""
 
     node: int
     past: frozenset[int]
@@ -189,7 +188,7 @@ class Use(NamedTuple):
 
 
 class FakeCuda:
-    """torch.cuda with the parts that shares use. priorities: (least, greatest) of the GPU."""
+    """The parts of torch.cuda that shares use. priorities: (least, greatest) of the GPU."""
 
     def __init__(self, num_sms: int = 132, priorities: tuple[int, int] = (0, -5)) -> None:
         self._num_sms = num_sms
@@ -219,7 +218,7 @@ class FakeCuda:
         return SimpleNamespace(multi_processor_count=self._num_sms)
 
     def mem_get_info(self, device: Any) -> tuple[int, int]:
-        """Free and total bytes, of which torch's cache holds some more, free for torch alone."""
+        """Returns free and total bytes; torch's cache holds some more that are free for torch alone."""
         return 3 << 30, 4 << 30
 
     def memory_reserved(self, device: Any) -> int:
@@ -240,7 +239,7 @@ class FakeCuda:
         self._local.stream = stream
 
     def touch(self, resource: str, *, is_write: bool = True) -> None:
-        """The calling thread queues a use of the resource on its current stream."""
+        """Queues a use of the resource on the calling thread's current stream."""
         stream = self.current_stream()
         with self._lock:
             node = next(self._nodes)
@@ -248,7 +247,7 @@ class FakeCuda:
             stream.past |= {node}
 
     def check_order(self) -> None:
-        """Any two uses of a resource must be ordered, on whatever streams they were queued; two reads need not."""
+        """Asserts that two uses of a resource are ordered, whatever their streams, except two reads."""
         for resource, uses in self.uses.items():
             for first, second in combinations(uses, 2):
                 if first.is_write or second.is_write:

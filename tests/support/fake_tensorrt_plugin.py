@@ -1,7 +1,7 @@
-"""As much of `tensorrt` and `tensorrt.plugin` as the plugin's registration calls: dimensions are Python functions.
+"""The parts of `tensorrt` and `tensorrt.plugin` that the plugin's registration calls; dimensions are functions.
 
-Full TensorRT cannot be installed where tests run. This records what is registered, and evaluates dimensions for
-a call's sizes.
+Full TensorRT cannot be installed where tests run. This fake records registrations, and evaluates dimensions for a
+call's sizes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DataType(Enum):
 
 
 class ShapeExpr:
-    """A dimension: a number, the name of a call's size, or what is computed from others."""
+    """A dimension: a number, the name of a call's size, or an expression of others."""
 
     def __init__(self, value: int | str | ShapeExpr | Callable[[Sizes], int]) -> None:
         self._value = value
@@ -79,7 +79,7 @@ class SymIntExprs(list):
 
 
 class FakeTensorRt:
-    """`functions`: of each op, what describes it and what implements it."""
+    """A fake module. `functions`: each op's description and implementation."""
 
     def __init__(self) -> None:
         self.functions: dict[str, dict[str, Callable[..., Any]]] = {}

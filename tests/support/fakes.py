@@ -17,15 +17,16 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 
-# Logits by (vocabulary, memory, noise) and tokens, of all runners: many engines decode the same requests.
+# Logits by (vocabulary, memory, noise) and tokens, shared by all runners: many engines decode the same requests.
 _KNOWN: dict[tuple[int, int, float], dict[bytes, np.ndarray]] = {}
 
 
 class HashRunner:
-    """memory: how many trailing tokens the logits depend on. noise: deviation from the shared model.
+    """A runner with hashed logits. memory: number of trailing tokens that logits depend on. noise: deviation from the
+    shared model.
 
-    exit_noise: by how much exit scores deviate from the final logits. pools: of a runner to share K/V with, as
-    the runners of two partitions do. `fails_on_token` and `fails_at_call` (counted from 1) make a call raise.
+    exit_noise: deviation of exit scores from the final logits. pools: of a runner that shares its K/V, as two
+    partitions do. `fails_on_token` and `fails_at_call` (from 1) make a call raise.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class HashRunner:
             assert hidden is not None and hidden.shape == (rows.num_rows, 2), "one hidden state per row"
             assert (hidden[:, 0] == rows.token_ids).all(), "hidden states of other rows"
             prefixes = self._write_and_read(segment, rows)
-            # A state tells what this row saw in all segments so far; it is the digest of its tokens if all agree.
+            # A state is the digest of the tokens that this row saw in all segments, if they agree.
             digests = np.array([_digest(tokens) for tokens in prefixes], np.int64)
             agrees = (hidden[:, 1] == digests) | (segment == 0)
             states = np.where(agrees, digests, hidden[:, 1] * 31 + digests)
@@ -103,7 +104,7 @@ class HashRunner:
             self._is_running.release()
 
     def _share(self, segment: int, output: np.ndarray) -> np.ndarray:
-        """The array may be used until the next call of this shape: then the array before it is spoilt."""
+        """Returns the array, valid until the next call of this shape, which spoils it."""
         old = self._shared.get((segment, output.shape))
         if old is not None:
             old.fill(-1 if old.dtype == np.int64 else np.nan)
@@ -136,7 +137,7 @@ class HashRunner:
         return tokens
 
     def logits_after(self, tokens: np.ndarray) -> np.ndarray:
-        """[V] logits: a part that depends on the last two tokens, and one on all within memory."""
+        """Returns logits [V]: one part depends on the last two tokens, another on all within memory."""
         key = tokens.tobytes()
         if key not in self.known:
             self.known[key] = self._draw_logits(tokens)
@@ -149,7 +150,7 @@ class HashRunner:
         return (4 * near + 0.7 * far + self.noise * other).astype(np.float32)
 
     def _garbage(self, state: int) -> np.ndarray:
-        """[V] logits of a row whose segments saw different tokens."""
+        """Returns logits [V] of a row whose segments saw different tokens."""
         return 10 * np.random.default_rng([19, state & 0xFFFFFFFF]).normal(size=self.vocab_size)
 
 
@@ -158,7 +159,7 @@ def _digest(tokens: np.ndarray) -> int:
 
 
 class SequentialLanes:
-    """Both phases in turn, in a fixed order, for tests that must be the same every time."""
+    """Both phases one after the other in a fixed order, for reproducible tests."""
 
     def __init__(self, *, verifies_first: bool) -> None:
         self._verifies_first = verifies_first
@@ -176,7 +177,7 @@ class SequentialLanes:
 
 
 class ThreadLanes:
-    """Both phases at once, each on a thread of its own."""
+    """Both phases at once, each on its own thread."""
 
     def __init__(self) -> None:
         self._pools = [ThreadPoolExecutor(1), ThreadPoolExecutor(1)]
@@ -193,7 +194,7 @@ class ThreadLanes:
 def _caught(phase: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return phase(), None
-    except Exception as error:  # raised by the caller once both have ended
+    except Exception as error:  # raised by the caller after both have ended
         return None, error
 
 

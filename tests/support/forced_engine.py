@@ -1,4 +1,4 @@
-"""Engines under forced decisions, on lanes of every kind, that watch their chains in flight and their K/V."""
+"""Engines under forced decisions on every kind of lane, which check chains in flight and K/V."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from tests.support.forcing import Change, Forced
 from tests.support.harness import SPLIT, VOCAB, Driven, FakeEngine, drive, guessed, open_fake
 
 LAYERS = (2, 2, 2)
-POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages()]
+# Trees run serially only.
+POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages() if name != "tree"]
 LANES: dict[str, Callable[[], Lanes]] = {
     "verify first": lambda: SequentialLanes(verifies_first=True),
     "propose first": lambda: SequentialLanes(verifies_first=False),
@@ -29,14 +30,14 @@ LANES: dict[str, Callable[[], Lanes]] = {
 
 @dataclass
 class Case:
-    """Requests and what plain decoding answers."""
+    """Requests and the answers of plain decoding."""
 
     requests: list[Request]
     expected: dict[str, list[int]]
 
 
 def both_partitions() -> Knowledge:
-    """The guess for the whole device, taken to hold on a share of it: policies may weigh every mode."""
+    """Returns the default times, for a share of the device too: policies may weigh every mode."""
     costs = guessed().costs
     shares = {(model, SPLIT): calls for (model, _), calls in costs.segments.items()}
     return Knowledge(replace(costs, segments={**costs.segments, **shares}))
@@ -50,7 +51,7 @@ def open_forced(policy: str, change: Change, lanes: Lanes | None = None, **optio
 
 
 def check_what_is_in_flight(fake: FakeEngine) -> None:
-    """Every step is given chains of running sequences alone, each once, within the blocks that they hold."""
+    """Checks every step: chains of running sequences alone, each once, within their blocks."""
     run, blocks = fake.step_runner.run, fake.step_runner.scheduler.blocks
 
     def checked(plan):
@@ -62,7 +63,7 @@ def check_what_is_in_flight(fake: FakeEngine) -> None:
         assert frontier.num_drafted.size == len(in_flight.sequences)
         for sequence, num_drafted in zip(in_flight.sequences, frontier.num_drafted.tolist(), strict=True):
             held = blocks.num_blocks_of(sequence.slot) * blocks.block_size
-            # N-grams may have no idea, and a model beside them too much to catch up with.
+            # N-grams may find nothing, and a model with them may lag too far behind.
             assert sequence.is_ready and num_drafted >= isinstance(fake.step_runner.proposer, ModelProposer)
             assert sequence.num_tokens + num_drafted <= held, "a chain past its blocks"
         result = run(plan)
@@ -73,7 +74,7 @@ def check_what_is_in_flight(fake: FakeEngine) -> None:
 
 
 def check_kv(fake: FakeEngine) -> None:
-    """Checks that the pools hold what each sequence says, in every segment of both models."""
+    """Checks that the pools hold what each sequence records, in every segment of both models."""
     blocks = fake.step_runner.scheduler.blocks
     for sequence in fake.step_runner.scheduler.running:
         table = blocks.block_tables[sequence.slot]
@@ -112,7 +113,7 @@ def _guess(kind: str, answer: list[int], vocab_size: int, rng: np.random.Generat
 
 
 def guessing(requests: list[Request], expected: dict[str, list[int]], seed: int, vocab_size: int = VOCAB) -> Case:
-    """Every request with a guess of its own."""
+    """Adds a client's guess to every request."""
     rng = np.random.default_rng(seed)
     drafted = [
         replace(r, draft_ids=_guess(GUESSES[int(rng.integers(len(GUESSES)))], expected[r.request_id], vocab_size, rng))
@@ -122,7 +123,7 @@ def guessing(requests: list[Request], expected: dict[str, list[int]], seed: int,
 
 
 class GuessWatcher:
-    """Checks every step: clients' chains come whole, once, and in the first verification of their requests."""
+    """Checks that clients' chains are verified complete, once, and in their requests' first verification."""
 
     def __init__(self, fake: FakeEngine) -> None:
         self.num_chains = self.num_mixed = 0

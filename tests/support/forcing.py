@@ -1,6 +1,6 @@
-"""Decisions that no sensible policy would take: a policy whose decisions a test changes at will, and pruners.
+"""Forced decisions: a policy whose decisions a test changes, and pruners.
 
-Exactness may not depend on what is decided, so these force every mode, length, trim rule and pruner.
+Exactness must not depend on decisions, so these force every mode, length, trim rule and pruner.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def forced(mode: PipelineMode = PipelineMode.SERIAL, **fields) -> Change:
 
 
 def in_turns(*lengths: int) -> Change:
-    """The same length for all sequences, another one step by step."""
+    """Sets one length for all sequences, another one each step."""
     turns = itertools.cycle(lengths)
     return lambda decision: Decision([next(turns)] * len(decision.num_draft_tokens))
 
 
 def random_everything(seed: int, *, longest: int = 6, most_candidates: int = 5) -> Change:
-    """Every field of every decision at random, step by step. An inner policy that does not draft stays plain."""
+    """Draws every field of every decision, each step. An inner policy that does not draft stays plain."""
     rng = np.random.default_rng(seed)
 
     def change(decision: Decision) -> Decision:
@@ -68,7 +68,7 @@ def random_everything(seed: int, *, longest: int = 6, most_candidates: int = 5) 
 
 
 def random_lengths(seed: int, mode: PipelineMode, *, longest: int = 6) -> Change:
-    """The mode, with lengths of its own for every request and step, and nothing else."""
+    """Sets the mode, and draws lengths for each request and step."""
     rng = np.random.default_rng(seed)
     force = forced(mode)
 
@@ -80,7 +80,7 @@ def random_lengths(seed: int, mode: PipelineMode, *, longest: int = 6) -> Change
 
 
 def alternating(*changes: Change) -> Change:
-    """One change after the other, from step to step."""
+    """Alternates between changes from step to step."""
     turn = itertools.cycle(changes)
 
     def change(decision: Decision) -> Decision:
@@ -101,8 +101,10 @@ def rule(
     first_knot: float = 0.0,
     knot_step: float = 1.0,
 ) -> TrimRule:
-    """Chances `probs` at evenly spaced margins that occur equally often. price: tokens_per_us; a row costs what
-    one does on average over verify_us."""
+    """Returns a rule with chances `probs` at evenly spaced, equally frequent margins.
+
+    price: tokens_per_us; a row costs the average of one row over verify_us.
+    """
     size = len(probs)
     return TrimRule(
         margin_knots=first_knot + knot_step * np.arange(size),
@@ -117,11 +119,11 @@ def rule(
 
 
 ADMITS_ALL = rule([1.0, 1.0], [1.0, 1.0])
-ADMITS_NOTHING = rule([0.5, 0.6], [1.0, 1e6], price=1e-7)  # a row costs far more than it brings, yet drafting goes on
+ADMITS_NOTHING = rule([0.5, 0.6], [1.0, 1e6], price=1e-7)  # a row costs far more than it gains, yet drafting continues
 
 
 def random_rule(rng: np.random.Generator) -> TrimRule:
-    """Any calibration, with times that rise in random steps as those of compiled shapes do."""
+    """Draws any calibration, with times that rise in random steps as those of compiled shapes do."""
     size = int(rng.integers(2, 6))
     probs = np.sort(rng.random(size))
     steps = rng.exponential(1.0, int(rng.integers(1, 24))) * (rng.random() < 0.7)
@@ -139,7 +141,7 @@ def random_rule(rng: np.random.Generator) -> TrimRule:
 
 
 class ByEntry:
-    """Prunes row j and all behind it where `lives(view)` [B, K] is False at [b, j - 1]."""
+    """Prunes row j and all after it if `lives(view)` [B, K] is False at [b, j - 1]."""
 
     def __init__(self, lives: Callable[[ExitView], np.ndarray], exits: Sequence[int] = (0,), num_candidates: int = 4):
         self.exits = frozenset(exits)
@@ -158,7 +160,7 @@ def at_random(rng: np.random.Generator, share: float = 0.7, **options) -> Pruner
 
 
 def always(**options) -> Pruner:
-    """Keeps the anchors alone."""
+    """Keeps only the anchors."""
     return ByEntry(lambda view: np.zeros(view.exit_margins.shape, np.bool_), **options)
 
 
@@ -167,18 +169,18 @@ def by_parity(**options) -> Pruner:
 
 
 def outside_top(margin: float = 0.0, **options) -> Pruner:
-    """Where another candidate leads at the exit, by more than -margin logits."""
+    """Prunes if another candidate leads at the exit by more than -margin logits."""
     return ByEntry(lambda view: view.exit_margins >= margin, **options)
 
 
 def calibrated(threshold: float, *, segments: Sequence[int] = (0,), num_candidates: int = 8) -> Pruner:
-    """The policies' own pruner, under a guessed calibration of the fakes' exits."""
+    """Returns the policies' pruner under a guessed calibration of the fakes' exits."""
     exits = (ExitCalibration(s, s + 1, 0.5, 0.3, 0.5, threshold, 0.9, (0.2,), 0.9, 0.2) for s in segments)
     return EarlyExit(tuple(exits), MatchCalibration(None).curve, num_candidates=num_candidates)
 
 
 def peeking(**options) -> Pruner:
-    """Wrong: prunes row j because of draft token j + 1, which row j must not know."""
+    """Prunes row j by draft token j + 1, which is wrong: row j must not depend on it."""
 
     def lives(view: ExitView) -> np.ndarray:
         following = np.roll(view.frontier.drafted, -1, axis=1)

@@ -1,6 +1,6 @@
-"""Segments for TensorRT-RTX run by ONNX Runtime: they are plain ONNX, so their graph is proven without a GPU.
+"""Runs TensorRT-RTX's segments in ONNX Runtime: they are plain ONNX, so their graph is checked without a GPU.
 
-Calls are padded as a GPU runner pads them: rows, sequences, rows per sequence and blocks beyond what a batch has.
+Calls are padded as a GPU runner pads them: more rows, sequences, rows per sequence and blocks than a batch has.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Padding:
 
 
 class GatheredRunner:
-    """Has what tests use of core.ports.ModelRunner; pools [2 * num_layers][Hkv, num_blocks, block, head_dim]."""
+    """The parts of core.ports.ModelRunner that tests use; pools [2 * num_layers][Hkv, num_blocks, block, head_dim]."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class GatheredRunner:
         self.num_segments = len(self.graphs)
         shape = (self.spec.num_kv_heads, num_blocks, block_size, self.spec.head_dim)
         layers = range(self.spec.num_layers)
-        # Not zeros: what a graph reads beyond a context has to show.
+        # Not zeros: a read beyond the context must be visible.
         filler = np.random.default_rng(9)
         self._pools = {
             f"{name}_pool.{layer}": filler.normal(size=shape).astype(FLOAT_TYPES[dtype])

@@ -1,4 +1,4 @@
-"""GGUF files of small random models, written as llama.cpp's converter writes them, and the weights they stand for."""
+"""GGUF files of small random models, in llama.cpp's format, and the weights that they encode."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Edit = Callable[[gguf.GGUFWriter], object]
 
 
 def gguf_name(name: str) -> str:
-    """The file's name of a tensor; the experts of a layer share one."""
+    """Returns the tensor's name in the file; the experts of a layer share one."""
     for pattern, ours in NAMES:
         if re.fullmatch(pattern, name):
             return re.sub(pattern, ours, name)
@@ -43,25 +43,25 @@ def gguf_name(name: str) -> str:
 
 
 def interleaved(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """The order that llama.cpp wants: row i of a head's second half follows row i of its first."""
+    """Returns llama.cpp's row order: row i of a head's second half follows row i of its first."""
     heads = rows.reshape(num_heads, 2, -1, *rows.shape[1:])
     return np.stack([heads[:, 0], heads[:, 1]], axis=2).reshape(rows.shape)
 
 
 def random_blocks(kind: Type, rows: int, row_size: int, seed: int = 0) -> np.ndarray:
-    """Blocks [rows, row_bytes] of a type that the package cannot quantise to; their numbers are about 0.05."""
+    """Returns blocks [rows, row_bytes] of a type that the package cannot quantise to; their numbers are about 0.05."""
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (rows * row_size // block_size, block_bytes), np.uint8)
     if kind == Type.Q6_K:
         blocks[:, -2:] = np.full(len(blocks), 4e-5, np.float16).view(np.uint8).reshape(-1, 2)
-    else:  # d, then the scale of what is subtracted
+    else:  # d, then the scale of the subtrahend
         scales = np.tile(np.array([2e-4, 1.5e-3 if kind == Type.Q4_K else 3e-3], np.float16), (len(blocks), 1))
         blocks[:, :4] = scales.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
 def stored(array: np.ndarray, kind: Type, seed: int) -> np.ndarray:
-    """The rows of a matrix as a file of this type holds them; of a K type, other random numbers."""
+    """Returns a matrix's rows in a file's type; for a K type, other random numbers."""
     if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
         return random_blocks(kind, array.shape[0], array.shape[1], seed)
     return gguf.quants.quantize(array, kind)
@@ -77,11 +77,11 @@ def write_gguf(
     vocabulary: Edit | None = None,
     permutes: bool = True,
 ) -> PreTrainedModel:
-    """Writes the file, its matrices in `kind`; gives the model the weights that the file stands for, and returns it.
+    """Writes the file with matrices in `kind`, sets the model's weights to the file's, and returns the model.
 
-    others: the types of matrices that have their own, by the file's names.
-    edit: adds metadata and tensors. vocabulary: adds the tokenizer, else one of as many tokens as the model reads.
-    permutes: whether llama's queries and keys are interleaved, as they must be.
+    others: types of single matrices by the file's names. edit: adds metadata and tensors. vocabulary: adds the
+    tokenizer; by default one of as many tokens as the model reads. permutes: whether Llama's queries and keys are
+    interleaved, as they must be.
     """
     source = path.with_suffix(".hf")
     model.save_pretrained(source)
@@ -124,7 +124,7 @@ def write(writer: gguf.GGUFWriter) -> None:
 
 
 def with_weights(model: PreTrainedModel, weights: dict[str, np.ndarray]) -> PreTrainedModel:
-    """The model with these weights, experts put side by side as transformers keeps them."""
+    """Returns the model with these weights, with experts joined as in transformers."""
     state = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in weights.items()}
     for layer in range(model.config.num_hidden_layers):
         prefix = f"model.layers.{layer}.mlp.experts"

@@ -1,4 +1,4 @@
-"""Parts that misbehave, for the tests of the harness of scripts/gpu_check.py; quick to import."""
+"""Parts that misbehave, for tests of the harness of scripts/gpu_check.py; quick to import."""
 
 from __future__ import annotations
 

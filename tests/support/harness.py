@@ -33,7 +33,7 @@ SPLIT = "1/1"  # the partition on which fake engines can overlap
 
 
 def guessed() -> Knowledge:
-    """Returns the conservative default for the demo pair's sizes, as if no engine had been measured."""
+    """Returns the default times for the demo pair's sizes, as if no engine had been profiled."""
     target = ModelSize(num_layers=(6,), layer_weights=800_000, head_weights=520_000, kv_width=256)
     draft = ModelSize(num_layers=(2,), layer_weights=200_000, head_weights=260_000, kv_width=128)
     return Knowledge(default_cost_model(target, draft))

@@ -1,8 +1,8 @@
 # ruff: noqa: PLR0917 (broken steps take the arguments of the steps)
 """Kernels against their references in the Triton-language interpreter, on the CPU.
 
-Whether a kernel is interpreted is settled when it is defined, so the files interpreted_*.py run in processes of their
-own, which test_kernels.py starts with TRITON_INTERPRET=1.
+A kernel is interpreted or not from its definition on, so the files interpreted_*.py run in their own processes, which
+test_kernels.py starts with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CASES = [("fp32", torch.float32, 12), ("fp16", torch.float16, 5), ("bf16", torch
 
 @pytest.fixture(autouse=True)
 def _bfloat16_products(monkeypatch):
-    """The interpreter (3.6.0) holds bfloat16 as integers and multiplies them as such in `dot`: widen them first."""
+    """Widens bfloat16 before `dot`: the interpreter (3.6.0) holds it as integers and multiplies these."""
     dot = interpreter.InterpreterBuilder.create_dot
 
     def widened(handle):
@@ -51,7 +51,7 @@ def _bfloat16_products(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _parts_of_nan(monkeypatch):
-    """Fills parts with NaN: what a part does not write shows where parts are joined."""
+    """Fills parts with NaN, so that an unwritten part shows when parts are joined."""
     make = attention.empty_parts
     monkeypatch.setattr(
         attention, "empty_parts", lambda *arguments: tuple(part.fill_(NAN) for part in make(*arguments))
@@ -96,14 +96,16 @@ def test_attention_where_everything_was_pruned():
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
 def test_attention_of_nine_heads_and_three_kv_heads(head_dim):
-    """As SmolLM2's; a sequence without rows between others, and one without context."""
+    """Checks SmolLM2's heads; one sequence has no rows, another no context."""
     shape = Shape(rows=(2, 0, 1), contexts=(9, 20, 0), num_kv_heads=3, group=3, head_dim=head_dim, num_padding_rows=1)
     check(make_call(shape, head_dim), run)
 
 
 def padded(call: Call, num_rows: int, num_sequences: int, num_columns: int) -> tuple[Call, torch.Tensor]:
-    """The call as a captured graph of more rows and sequences gets it, and the width of its table's rows, which lie
-    without gaps; what the graph has no use for is garbage."""
+    """Returns the call as a captured graph for more rows and sequences gets it, and its table's width.
+
+    The table's rows lie without gaps; unused entries are garbage.
+    """
     rows, num, (height, width) = call.q.shape[0], int(call.cu_rows[-1]), call.block_table.shape
 
     def longer(tensor: torch.Tensor, size: int, filler: float) -> torch.Tensor:
@@ -123,7 +125,7 @@ def padded(call: Call, num_rows: int, num_sequences: int, num_columns: int) -> t
 @pytest.mark.parametrize("rows", [(1,), (8,), (1, 1, 1, 1, 1), (2, 0, 4, 1), (5, 3)])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits):
-    """Rows, lengths and the table's width are read where the kernel runs: one launch, whichever rows are whose."""
+    """Rows, lengths and table width are read on the device, so one launch serves any split of rows."""
     monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
     contexts = (70, 0, 15, 32, 41)[: len(rows)]
     call = make_call(Shape(rows=rows, contexts=contexts, num_kv_heads=1, group=4, head_dim=16), 3)
@@ -141,7 +143,7 @@ def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits
 
 
 def sparse_pool(*shape: int) -> torch.Tensor:
-    """Zeros of which only what is touched takes memory."""
+    """Returns zeros of which only touched pages take memory."""
     numel = int(np.prod(shape, dtype=np.int64))
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
     return torch.frombuffer(mmap.mmap(-1, 2 * numel, flags), dtype=torch.float16).view(shape)
@@ -173,7 +175,7 @@ def test_pools_beyond_two_to_the_thirty_one_elements():
 
 
 def test_attention_of_a_longer_context_under_the_launch_of_a_captured_graph():
-    """Only max_rows, T, B and the table's columns are the host's: lengths are read where the kernel runs."""
+    """Only max_rows, T, B and the table's columns come from the host; lengths are read on the device."""
     captured = make_call(Shape(rows=(3, 1), contexts=(8, 8), num_padding_rows=2), 0)
     run(captured, max_rows=4)
     replayed = make_call(Shape(rows=(2, 4), contexts=(40, 0)), 1)
@@ -192,7 +194,7 @@ def context_off_by(offset: int):
 
 
 def table_of_one_block(query, k, v, table, num_blocks, *rest, context=attention.attend_context, **constants):
-    return context(query, k, v, table, 1, *rest, **constants)  # the clamp then leads to block 0 alone
+    return context(query, k, v, table, 1, *rest, **constants)  # the clamp then leads to block 0 only
 
 
 def writes_next_slot(rows, stride, slot, *rest, write=attention.write_rows, **constants):
@@ -260,7 +262,7 @@ def test_kv_write_touches_its_slots_alone(dtype, head_dim):
 
 # -- row kernels of a decoder layer ------------------------------------------------------------------------------------
 DTYPES = (torch.float32, torch.bfloat16)
-# Sums in another order, and one rounding to the type; of bfloat16 two, as the interpreter cuts the sum too.
+# Sums in another order, and one rounding to the type; for bfloat16 two, as the interpreter truncates the sum too.
 ROW_TOLERANCES = {torch.float32: (2e-6, 2e-6), torch.float16: (1e-3, 1e-3), torch.bfloat16: (1.6e-2, 1.6e-2)}
 EPS = 1e-5
 
@@ -285,7 +287,7 @@ def test_add_rms_norm(dtype, hidden_size, has_delta):
         implementation(hidden, given[0], weight, EPS, given[1], out)
         results.append((summed, out))
     (summed, out), (wanted_sum, wanted) = results
-    # The interpreter cuts bfloat16 where a GPU rounds.
+    # The interpreter truncates bfloat16; a GPU rounds.
     torch.testing.assert_close(summed, wanted_sum, atol=0, rtol=8e-3 if dtype == torch.bfloat16 else 0)
     close(out, wanted)
 
@@ -296,7 +298,7 @@ def test_add_rms_norm(dtype, hidden_size, has_delta):
 def test_rotate_heads(dtype, num_heads, num_kv_heads, head_dim, has_norm):
     torch.manual_seed(1)
     num_rows, num_all = 5, num_heads + 2 * num_kv_heads
-    wide = torch.randn(num_rows, (num_all + 3) * head_dim).to(dtype)  # rows lie further apart than they are long
+    wide = torch.randn(num_rows, (num_all + 3) * head_dim).to(dtype)  # a stride greater than the row length
     qkv = wide[:, : num_all * head_dim].unflatten(1, (num_all, head_dim))
     angles = torch.rand(40, head_dim // 2) * 6
     positions = torch.tensor([0, 39, 7, 7, 1])

@@ -1,6 +1,6 @@
-"""The kernels as TensorRT launches them, in the Triton-language interpreter: against the reference of the op.
+"""TensorRT's launches of the kernels in the Triton-language interpreter, against the op's reference.
 
-Started by test_kernels.py, as interpreted_kernels.py is.
+test_kernels.py starts this file, as interpreted_kernels.py.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def run(
     num_splits: int | None = None,
     num_combined: int | None = None,
 ) -> None:
-    """Both kernels on the grids and with the arguments of the contract; num_splits: instead of the contract's,
-    num_combined: instead of num_splits where parts are joined."""
+    """Runs both kernels on the contract's grids and arguments. num_splits replaces the contract's; num_combined
+    replaces num_splits for joining."""
     num_rows, num_heads, head_dim = call.q.shape
     table_shape = tuple(call.block_table.shape)
     parts = part_rows(num_rows)
@@ -87,7 +87,7 @@ def test_the_contracts_own_number_of_parts() -> None:
 
 
 def test_a_wrong_number_of_parts_fails_the_check() -> None:
-    """Negative control: the second kernel has to know how many parts the first one made."""
+    """Negative control: the second kernel must know the number of parts from the first."""
     shape = Shape(rows=(2,), contexts=(40,), num_kv_heads=1, head_dim=16)
     geometry = geometry_of(shape)
     with pytest.raises(AssertionError):
@@ -96,7 +96,7 @@ def test_a_wrong_number_of_parts_fails_the_check() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_meaningless_contents_touch_nothing_else(seed: int) -> None:
-    """TensorRT times layers on any contents: pools lie between guards that must stay."""
+    """TensorRT times layers on arbitrary contents: guards around the pools must stay intact."""
     rng = np.random.default_rng(seed)
     shape = Shape(rows=(3, 1), contexts=(9, 20), head_dim=16)
     call, geometry = make_call(shape, seed), geometry_of(shape)
@@ -107,7 +107,7 @@ def test_meaningless_contents_touch_nothing_else(seed: int) -> None:
 
     guarded = [torch.full((3, *pool.shape), 77.0) for pool in (call.k_pool, call.v_pool)]
     indices = {name: garbage(getattr(call, name)) for name in call._fields[5:9]}
-    if seed % 2:  # valid lengths, so that tables and slots are read
+    if seed % 2:  # valid lengths, so that tables and the slot mapping are read
         indices |= {"cu_rows": call.cu_rows, "context_lens": call.context_lens}
     run(call._replace(k_pool=guarded[0][1], v_pool=guarded[1][1], **indices), geometry, SMALL, 2)
     assert all((pool[[0, 2]] == 77.0).all() for pool in guarded)

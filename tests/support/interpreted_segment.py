@@ -1,6 +1,6 @@
-"""Runtime torch with every kernel of ours interpreted: the launches of a GPU, on the CPU, against transformers.
+"""Runtime torch with every kernel interpreted: a GPU's launches on the CPU, against transformers.
 
-Started by test_kernels.py, as interpreted_kernels.py is.
+test_kernels.py starts this file, as interpreted_kernels.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The check that every way of computing a call of the attention kernel must pass, and tiles that are small."""
+"""The check that every implementation of an attention call must pass, and small tiles."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from faser_backend.lab.gpu.kernel_cases import SENTINEL, Call
 from faser_backend.plugins import reference
 from faser_backend.plugins.attention_config import LaunchConfig
 
-# (absolute, relative): float32 sums in another order; else weights and results rounded to the type.
+# (absolute, relative): float32 sums in another order; others round weights and results.
 TOLERANCES = {torch.float32: (1e-5, 0.0), torch.float16: (2e-3, 2e-3), torch.bfloat16: (1.6e-2, 1.6e-2)}
 
 
 def small_tiles(rng: np.random.Generator, group: int) -> LaunchConfig:
-    """Tiles so small that short contexts take many iterations and chunks many programs."""
+    """Returns tiles so small that short contexts take many iterations and chunks many programs."""
     pairs = 4 << (group - 1).bit_length()  # at least four rows
     return LaunchConfig(max(16, pairs), int(rng.choice([16, 32])), 16, 4, 2)
 
 
 def check(call: Call, run: Callable[[Call], None]) -> None:
-    """Asserts that `run` gives the reference's results, leaves the same bits in the pools and all else alone."""
+    """Asserts that `run` gives the reference's results and pool contents, and changes nothing else."""
     before = [tensor.clone() for tensor in call]
     expected, actual = call.with_own_results(), call.with_own_results()
     reference.pruned_chunk_attention(*expected)

@@ -27,7 +27,7 @@ WEATHER = {
         },
     },
 }
-FLAT_WEATHER = {"type": "function", **WEATHER["function"]}  # as /v1/responses writes it
+FLAT_WEATHER = {"type": "function", **WEATHER["function"]}  # in the format of /v1/responses
 COLOUR = {
     "type": "object",
     "properties": {"hue": {"enum": ["red", "blue"]}},
@@ -38,7 +38,7 @@ _SCHEMA = {"type": "json_schema", "json_schema": {"name": "colour", "schema": CO
 
 
 class Field(NamedTuple):
-    """A field. value: uses it; note: for the table; beside: fields that it needs."""
+    """A field. value: uses it; note: for the table; beside: other fields that it needs."""
 
     value: Any
     note: str = "as OpenAI's"

@@ -1,8 +1,7 @@
 """TensorRT-RTX segments whose engines are ONNX Runtime sessions behind TensorRT's interface, on the CPU.
 
-An engine cannot be loaded without a GPU. So that all around it is tested - profiles, shapes, addresses, dtypes,
-what is written to the pool afterwards - these contexts read their inputs from the addresses that were set, as
-TensorRT would, run the segment's own graph, and write results to addresses.
+An engine cannot be loaded without a GPU. To test the code around it (profiles, shapes, addresses, dtypes, pool writes),
+these contexts read inputs from the addresses that were set, run the segment's graph, and write results to addresses.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def write_rtx_model(
     kv_block_size: int = 4,
     dtype: str = "fp32",
 ) -> ModelEngine:
-    """The graphs of a model's segments in the place of its engines, with the buckets of a build."""
+    """Writes the graphs of a model's segments instead of engines, with a build's buckets."""
     checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint.fields)
     directory.mkdir(parents=True, exist_ok=True)
@@ -122,7 +121,7 @@ class OrtContext:
         return True
 
     def infer_shapes(self) -> list[str]:
-        """Runs the graph on nothing in particular, for its results' shapes."""
+        """Runs the graph on arbitrary inputs for its results' shapes."""
         feeds = {name: np.zeros(shape, self._engine.dtypes[name]) for name, shape in self.shapes.items()}
         results = self._engine.session.run(list(self._outputs), feeds)
         self.shapes |= {name: result.shape for name, result in zip(self._outputs, results, strict=True)}
@@ -137,7 +136,7 @@ class OrtContext:
         return True
 
     def _check_apart(self) -> None:
-        """Nothing says in which order TensorRT reads inputs and writes outputs."""
+        """Checks for overlaps: the order of TensorRT's reads and writes is undefined."""
         inputs = {name: address for name, address in self.addresses.items() if name not in self._outputs}
         for name in self._outputs:
             if math.prod(self.shapes[name]):
@@ -155,7 +154,7 @@ class OrtContext:
         return True
 
     def _at(self, name: str) -> np.ndarray:
-        """Returns the memory at the address of a tensor; a view."""
+        """Returns the memory at a tensor's address as a view."""
         dtype = np.dtype(self._engine.dtypes[name])
         num_bytes = int(np.prod(self.shapes[name])) * dtype.itemsize
         memory = (ctypes.c_uint8 * num_bytes).from_address(self.addresses[name])
@@ -163,7 +162,7 @@ class OrtContext:
 
 
 class OrtStore:
-    """Has what programs use of an EngineStore."""
+    """The parts of an EngineStore that programs use."""
 
     def __init__(self, directory: Path, *models: ModelEngine) -> None:
         self.log: ErrorLog = import_tensorrt("rtx").error_log()
@@ -201,7 +200,7 @@ class OrtStore:
 
 
 class OrtPrograms(TensorRtPrograms):
-    """Programs of an engine directory that was built while `graphs_are_engines`."""
+    """Programs of an engine directory built under `graphs_are_engines`."""
 
     def __init__(self, engine_dir: Path, models: ModelPair) -> None:
         store: Any = OrtStore(engine_dir, *models.present)
@@ -209,8 +208,8 @@ class OrtPrograms(TensorRtPrograms):
 
 
 def graphs_are_engines(patch: pytest.MonkeyPatch) -> None:
-    """Builds of runtime "tensorrt_rtx" leave a segment's graph, its weights within, in the place of an engine, and the
-    runtime of GPUs runs it on the CPU."""
+    """Makes builds of runtime "tensorrt_rtx" write a segment's graph with its weights instead of an engine, and runs it
+    on the CPU."""
 
     def write_graph(self: TensorRtCompiler, onnx_path: Path, segment: Any, buckets: Any, path: Path) -> None:
         path.write_bytes(onnx.load(onnx_path).SerializeToString())

@@ -1,7 +1,7 @@
-"""Lets the real ONNX parser read an attention graph and prints the attributes of the first plugin, as JSON.
+"""Reads an attention graph with the real ONNX parser, and prints the first plugin's attributes as JSON.
 
-For a process of its own: the bindings of TensorRT-RTX have the parser and the plugin registry of full TensorRT,
-but cannot add a plugin to a network. Usage: ONNX_FILE
+Runs in its own process: the bindings of TensorRT-RTX have full TensorRT's parser and plugin registry, but cannot add a
+plugin to a network. Usage: ONNX_FILE
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`faser serve` as a user starts it, on free ports of the loopback, for a test's time."""
+"""A running `faser serve` on free loopback ports, for the duration of a test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def on_free_ports(**options: Any) -> ServeOptions:
 
 @dataclass(frozen=True)
 class Served:
-    """A running server's process and ports, and the line with which it said that it is ready."""
+    """A running server's process and ports, and its ready line."""
 
     process: subprocess.Popen[str]
     http_port: int
@@ -34,18 +34,18 @@ class Served:
 
     @property
     def triton(self) -> int:
-        """The process of Triton, of which those of the models are children."""
+        """Returns Triton's process, the parent of the models'."""
         return next(pid for pid in children(self.process.pid) if arguments(pid)[0].endswith("tritonserver"))
 
     def models(self) -> dict[int, str]:
-        """Process -> model, of those that run."""
+        """Returns the running model processes and their models."""
         started = {pid: arguments(pid) for pid in children(self.triton)}
         return {pid: Path(command[1]).parts[-3] for pid, command in started.items() if command}  # some have just ended
 
 
 @contextmanager
 def serve(*options: object, log: Path | None = None) -> Iterator[Served]:
-    """Runs `faser serve OPTIONS`; asserts that it gets ready, and ends it at once. log: takes its stderr."""
+    """Runs `faser serve OPTIONS`, asserts that it becomes ready, and ends it. log: receives its stderr."""
     http, grpc, metrics = free_ports(3)
     ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     command = [str(FASER), "serve", *map(str, options), *ports]

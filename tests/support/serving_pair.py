@@ -1,6 +1,6 @@
-"""A tiny random pair with a byte-level tokenizer: answers are gibberish with many multi-byte characters.
+"""A tiny random pair with a byte-level tokenizer; answers are gibberish with many multi-byte characters.
 
-The draft is the target itself, so nearly every drafted token is accepted and answers come in bursts.
+The draft equals the target, so nearly every drafted token is accepted and answers arrive in bursts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_CONTEXT = 512
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """256 bytes, a special end token (id 0), some merges and one added word."""
+    """Returns a tokenizer of 256 bytes, a special end token (id 0), some merges and one added word."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
-    """directory/{target,draft} in Hugging Face layout."""
+    """Writes directory/{target,draft} in Hugging Face's format."""
     tokenizer = byte_level_tokenizer()
     for name in ("target", "draft"):
         write_checkpoint(
@@ -56,14 +56,14 @@ def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0
 
 
 def build_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
-    """Engine directory of a fresh pair; the tokenizer is that of every other one."""
+    """Builds the engine directory of a new pair with the common tokenizer."""
     pair = write_pair(directory / "pair", max_context, seed=seed)
     build_engines(pair / "target", pair / "draft", directory / "engine")
     return directory / "engine"
 
 
 def copy_without_template(engine_dir: Path, directory: Path) -> Path:
-    """The engine directory as it would be of a checkpoint that says nothing of prompts."""
+    """Copies the engine directory as if its checkpoint had no template."""
     shutil.copytree(engine_dir, directory)
     path = directory / "prompts.json"
     path.write_text(json.dumps({"chat_template": None, "special_tokens": {}, "adds_begin_token": None}))

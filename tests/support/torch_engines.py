@@ -23,13 +23,13 @@ from faser_backend.manifest import ModelEngine
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
-NUM_SMS = 132  # of the GPU that the tests pretend to size launches for
+NUM_SMS = 132  # of the GPU for which tests size launches
 
 
 def write_torch_engine(
     source: Path, directory: Path, *, name: str = "target", exit_layers: tuple[int, ...] = (), dtype: str = "fp32"
 ) -> ModelEngine:
-    """The checkpoint `source` as an engine of runtime torch in `directory`."""
+    """Writes the checkpoint `source` as an engine of runtime torch."""
     checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint.fields)
     directory.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def open_torch_runner(
     limits: CallBounds | None = None,
     capturer: GraphCapturer | None = None,
 ) -> CudaRunner:
-    """capturer: by default one on a GPU and none on a CPU."""
+    """Opens a runner. capturer: by default one on a GPU and none on a CPU."""
     weights = load_weights(directory / model.segments[0].file.name, model.spec, dtype, device)
     programs = [TorchSegment(model.spec, segment, weights, NUM_SMS) for segment in model.segments]
     pool = pool or CudaKvPool(model.spec, num_blocks, block_size, dtype=dtype, device=device)

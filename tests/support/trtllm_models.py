@@ -1,4 +1,4 @@
-"""Writes a transformers model as a TensorRT-LLM unified checkpoint, shared among ranks as its converters share it."""
+"""Writes a transformers model as a TensorRT-LLM unified checkpoint, sharded over ranks as its converters do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_trtllm(
     embedding_axis: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """embedding_axis: None for a copy of the embedding on every rank, else the axis that it is sliced along."""
+    """Writes the checkpoint. embedding_axis: None for a copy on every rank, otherwise the sharded axis."""
     directory.mkdir(parents=True, exist_ok=True)
     config = _config(model, tp, pp, embedding_axis)
     (directory / "config.json").write_text(json.dumps(config))
@@ -110,7 +110,7 @@ def _attention(model: PreTrainedModel, own: Tensors, rank: int, tp: int) -> Tens
     for kind in ("weight", "bias"):
         if f"self_attn.q_proj.{kind}" in own:
             q, k, v = (own[f"self_attn.{name}_proj.{kind}"] for name in ("q", "k", "v"))
-            if num_kv < tp:  # every rank holds a head: heads are repeated next to each other
+            if num_kv < tp:  # every rank holds a head: heads are repeated side by side
                 heads = [x.unflatten(0, (num_kv, head_dim)) for x in (k, v)]
                 k, v = (x.repeat_interleave(tp // num_kv, 0).flatten(0, 1) for x in heads)
             tensors[f"attention.qkv.{kind}"] = torch.cat([x.chunk(tp)[rank] for x in (q, k, v)])
@@ -133,7 +133,7 @@ def _mlp(own: Tensors, rank: int, tp: int) -> Tensors:
 
 
 def _experts(own: Tensors, rank: int, tp: int) -> Tensors:
-    """transformers holds (gate, up) of all experts as one tensor, TensorRT-LLM (up, gate)."""
+    """Reorders experts: transformers holds (gate, up) of all experts as one tensor, TensorRT-LLM (up, gate)."""
     gate, up = own["mlp.experts.gate_up_proj"].chunk(2, 1)  # [E, inner, hidden]
     return {
         "mlp.router.weight": own["mlp.gate.weight"],
