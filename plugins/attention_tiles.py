@@ -58,10 +58,10 @@ def attend_context(
     for _ in range(start, end, BLOCK_N):
         is_token = token < end
         slot = block.to(tl.int64) * KV_BLOCK_SIZE + token % KV_BLOCK_SIZE
-        cells = slot[:, None] * HEAD_DIM + dims
+        elements = slot[:, None] * HEAD_DIM + dims
         is_value = is_token[:, None] & (dims < HEAD_DIM)  # other memory may hold anything
-        keys = tl.load(k_head + cells, mask=is_value, other=0.0)
-        values = tl.load(v_head + cells, mask=is_value, other=0.0)
+        keys = tl.load(k_head + elements, mask=is_value, other=0.0)
+        values = tl.load(v_head + elements, mask=is_value, other=0.0)
         # The table is read one iteration ahead, so that loads of keys and values do not depend on a load of the same
         # iteration. The compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N

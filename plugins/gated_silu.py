@@ -24,9 +24,9 @@ def gated_silu_kernel(
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_dim = dims < size
-    cells = gate_up + row * (2 * size) + dims
-    gate = tl.load(cells, mask=is_dim, other=0.0).to(tl.float32)
-    up = tl.load(cells + size, mask=is_dim, other=0.0).to(tl.float32)
+    pointers = gate_up + row * (2 * size) + dims
+    gate = tl.load(pointers, mask=is_dim, other=0.0).to(tl.float32)
+    up = tl.load(pointers + size, mask=is_dim, other=0.0).to(tl.float32)
     tl.store(out + row * size + dims, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=is_dim)
 
 

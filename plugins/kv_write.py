@@ -40,11 +40,11 @@ def write_kv_kernel(
         return
     dims = tl.arange(0, BLOCK_D)
     is_dim = dims < HEAD_DIM
-    cells = (kv_head.to(tl.int64) * num_slots + slot) * HEAD_DIM + dims
+    elements = (kv_head.to(tl.int64) * num_slots + slot) * HEAD_DIM + dims
     keys = tl.load(k_new + row * k_stride + kv_head * HEAD_DIM + dims, mask=is_dim)
     values = tl.load(v_new + row * v_stride + kv_head * HEAD_DIM + dims, mask=is_dim)
-    tl.store(k_pool + cells, keys, mask=is_dim)
-    tl.store(v_pool + cells, values, mask=is_dim)
+    tl.store(k_pool + elements, keys, mask=is_dim)
+    tl.store(v_pool + elements, values, mask=is_dim)
 
 
 def write_kv(

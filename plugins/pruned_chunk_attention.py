@@ -65,10 +65,10 @@ def attend_tile(
     pair = tl.arange(0, BLOCK_M)
     row = tile_start + pair // GROUP  # of the chunk
     is_row = (pair // GROUP < ROWS) & (row < num_rows)
-    is_cell = is_row[:, None] & (dims < HEAD_DIM)
+    is_element = is_row[:, None] & (dims < HEAD_DIM)
     head = kv_head * GROUP + pair % GROUP
     query_row = (first_row + row).to(tl.int64)
-    query = tl.load(q + query_row[:, None] * q_stride + head[:, None] * HEAD_DIM + dims, mask=is_cell, other=0.0)
+    query = tl.load(q + query_row[:, None] * q_stride + head[:, None] * HEAD_DIM + dims, mask=is_element, other=0.0)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -102,10 +102,10 @@ def attend_tile(
     target = query_row * (NUM_KV_HEADS * GROUP) + head  # (row, head) of the call
     if out is not None:
         result = (mixed / row_sum[:, None]).to(out.dtype.element_ty)
-        tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_cell)
+        tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_element)
     else:
         target = target * num_splits + part
-        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=is_cell & (part <= last_part))
+        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=is_element & (part <= last_part))
         tl.store(stat_parts + target * 2, row_max, mask=is_row)
         tl.store(stat_parts + target * 2 + 1, row_sum, mask=is_row)
 

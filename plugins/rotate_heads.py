@@ -36,9 +36,9 @@ def rotate_heads_kernel(
     head = tl.program_id(1)
     dims = tl.arange(0, BLOCK_H)
     is_dim = dims < HALF
-    cells = qkv + row * row_stride + head * (2 * HALF) + dims
-    first = tl.load(cells, mask=is_dim, other=0.0).to(tl.float32)
-    second = tl.load(cells + HALF, mask=is_dim, other=0.0).to(tl.float32)
+    pointers = qkv + row * row_stride + head * (2 * HALF) + dims
+    first = tl.load(pointers, mask=is_dim, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF, mask=is_dim, other=0.0).to(tl.float32)
     if q_norm is not None:
         weight = q_norm
         if head >= num_heads:

@@ -38,8 +38,8 @@ def combine_splits_kernel(
     weight = tl.exp2(part_max - tl.max(part_max, 0))  # the last part always has a row to attend to: its own
     total = tl.sum(weight * tl.load(stat + 1, mask=is_used, other=0.0), 0)
     dims = tl.arange(0, BLOCK_D)
-    cells = mixed_parts + (pair * num_splits + part)[:, None] * HEAD_DIM + dims[None, :]
-    mixed = tl.load(cells, mask=is_used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    pointers = mixed_parts + (pair * num_splits + part)[:, None] * HEAD_DIM + dims[None, :]
+    mixed = tl.load(pointers, mask=is_used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     result = tl.sum(mixed * weight[:, None], 0) / total
     tl.store(out + pair * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 

@@ -131,7 +131,7 @@ def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
     if served.is_ready():
         num_used = served.blocks_in_use_when_quiet(TIMEOUT_S)
         if num_used:
-            yield f"{num_used:.0f} KV blocks are in use and nobody asks for anything"
+            yield f"{num_used:.0f} KV blocks are in use without a request"
         neighbour.ask_once()
     else:
         with contextlib.suppress(subprocess.TimeoutExpired):

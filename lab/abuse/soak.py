@@ -258,7 +258,7 @@ def sample(served: Served, before: Mapping[str, int], samples: list[Sample], sta
     found = {name: usage(pid) for name, pid in served.processes().items()}
     held = {name: value for name, value in found.items() if value is not None}
     samples.append(Sample((time.monotonic() - start_s) / 60, blocks, held))
-    return [f"{blocks:.0f} KV blocks are in use and nobody asks for anything"] if blocks else []
+    return [f"{blocks:.0f} KV blocks are in use without a request"] if blocks else []
 
 
 def slopes(samples: Sequence[Sample]) -> dict[str, Usage]:

@@ -74,10 +74,10 @@ def make_call(shape: Shape, seed: int) -> Call:
     first = 0
     for blocks, context, rows in zip(table, shape.contexts, shape.rows, strict=True):
         positions = np.arange(context + rows)
-        cells = blocks[positions // bs] * bs + positions % bs
+        slot_mapping = blocks[positions // bs] * bs + positions % bs
         for pool in (k_pool, v_pool):
-            pool.view(num_kv, -1, hd)[:, cells[:context]] = torch.randn(num_kv, context, hd, dtype=shape.dtype)
-        slots[first : first + rows] = np.where(rng.random(rows) < shape.pruned_writes, -1, cells[context:])
+            pool.view(num_kv, -1, hd)[:, slot_mapping[:context]] = torch.randn(num_kv, context, hd, dtype=shape.dtype)
+        slots[first : first + rows] = np.where(rng.random(rows) < shape.pruned_writes, -1, slot_mapping[context:])
         first += rows
 
     def int32(values) -> torch.Tensor:

@@ -75,7 +75,9 @@ def measure_piece(
 def main(argv: list[str] | None = None) -> None:
     """Measures piece by piece. After an interrupt or a failure, the files hold the pieces measured before."""
     args = parse(argv)
-    notes = [f"{args.threads} threads each; ours through Triton, the others given its token ids; nobody keeps prompts."]
+    notes = [
+        f"{args.threads} threads each; ours through Triton, others given its token ids; prefix reuse is off for all."
+    ]
     rows: list[dict[str, Any]] = []
     try:
         if args.prompts is not None:

@@ -18,12 +18,12 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
-from tests.engines.test_eagle3 import NUM_BLOCKS, Built, same_logits, shuffled_tables
+from tests.engines.test_eagle3 import MAX_ERROR, NUM_BLOCKS, Built, check_rows_on_features
 from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
 from tests.support.forcing import Forced, at_random, forced
 from tests.support.harness import drive, guessed
 from tests.support.ort_engines import graphs_are_engines
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all
+from tests.support.tiny_models import VOCAB_SIZE, largest_error, make_rows, run_all
 
 RUNTIME, BLOCK_SIZE = "tensorrt_rtx", 4
 
@@ -60,12 +60,10 @@ class Runners:
             runtime.open_runner(model, runtime.menu.whole, pool) for model, pool in zip(models, pools, strict=True)
         )
 
-    def read(
-        self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The target reads these rows, then the head the next tokens beside them. Returns the logits of both."""
-        of_target = run_all(self.target, make_rows(tokens, starts, counts, tables))
-        return of_target, run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
+    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
+        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
+        run_all(self.target, make_rows(tokens, starts, counts, tables))
+        return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
         """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
@@ -74,36 +72,20 @@ class Runners:
 
 
 def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
-    """Ragged chunks of three sequences; the target is cut before a layer whose input is wanted."""
-    rng, runners = np.random.default_rng(0), Runners(built)
-    tokens = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(9, 38, 3)]
-    tables = shuffled_tables(rng, 3)
-    joined = [built.reference.joined(built.features(t)) for t in tokens]
-    expected = [built.reference.run(t[1:], j[:-1])[0] for t, j in zip(tokens, joined, strict=True)]
-    of_target = [reference_logits(built.target_reference, t) for t in tokens]
-    starts, lengths = np.zeros(3, np.int64), np.array([t.size - 1 for t in tokens])
-    while (starts < lengths).any():
-        live = np.flatnonzero(starts < lengths)
-        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 7) + 1)) for i in live]
-        both = runners.read([tokens[i] for i in live], starts[live].tolist(), counts, tables[live])
-        for logits, dense in zip(both, (of_target, expected), strict=True):
-            wanted = [dense[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
-            assert same_logits(logits, np.concatenate(wanted))
-        starts[live] += counts
-    for t, table in zip(tokens, tables, strict=True):
-        found = runners.features_of(t.size - 1, table)
-        assert np.abs(found - built.features(t)[:-1].numpy()).max() <= 1e-4
+    runners = Runners(built)
+    check_rows_on_features(built, runners)
+    assert largest_error(runners.target, built.target_reference, 0, NUM_BLOCKS) <= MAX_ERROR
 
 
 def test_half_precision_heads_run(tmp_path: Path) -> None:
     half = Built(tmp_path, runtime=RUNTIME, dtype="fp16")
     runners, tokens = Runners(half), np.random.default_rng(4).integers(0, VOCAB_SIZE, 12)
-    _, logits = runners.read([tokens], [0], [11], np.arange(4)[None])
+    logits = runners.read([tokens], [0], [11], np.arange(4)[None])
     wanted = half.reference.run(tokens[1:], half.reference.joined(half.features(tokens))[:-1])[0]
     is_known = np.isfinite(wanted)
     assert runners.pool.features.dtype == torch.float16
     assert np.array_equal(is_known, np.isfinite(logits))
-    assert 1e-4 < np.abs(logits[is_known] - wanted[is_known]).max() < 0.1
+    assert MAX_ERROR < np.abs(logits[is_known] - wanted[is_known]).max() < 0.1
 
 
 def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, plain: dict[str, list[int]]) -> None:

@@ -29,7 +29,7 @@ from faser_backend.cuda.tensorrt_programs import (
 from faser_backend.engines.tensorrt_buckets import MAX_VERIFY_ROWS
 from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
 from tests.support.ort_engines import OrtStore, write_rtx_model
-from tests.support.tiny_models import make_rows, reference_logits, reference_model, write_checkpoint
+from tests.support.tiny_models import make_rows, reference_logits, reference_model, run_all, write_checkpoint
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -63,11 +63,7 @@ class Opened:
         self.runner = CudaRunner(self.model, self.programs, self.pool, CPU, limits=limits)
 
     def run(self, rows) -> np.ndarray:
-        hidden = None
-        for segment in range(self.runner.num_segments):
-            hidden = self.runner.run_segment(segment, rows, hidden)
-        assert hidden is not None
-        return hidden.numpy().copy()
+        return run_all(self.runner, rows)
 
 
 def tables_of(rng: np.random.Generator, num_sequences: int, width: int) -> np.ndarray:

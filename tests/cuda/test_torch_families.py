@@ -9,26 +9,24 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
-from tests.support.tiny_models import VARIANTS, VOCAB_SIZE, make_rows, random_model, reference_logits, write_model
+from tests.support.tiny_models import (
+    VARIANTS,
+    VOCAB_SIZE,
+    make_rows,
+    random_model,
+    reference_logits,
+    run_all,
+    write_model,
+)
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 MAX_ERROR = 2e-4
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
 DENSE = [name for name in VARIANTS if "moe" not in name]
-
-
-def run_all(runner: CudaRunner, rows: RowBatch) -> np.ndarray:
-    hidden = None
-    for segment in range(runner.num_segments):
-        hidden = runner.run_segment(segment, rows, hidden)
-    assert hidden is not None
-    return hidden.numpy().copy()
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,19 @@ from safetensors.torch import load_file, save_file
 from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
-from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.rows import keep_rows
-from tests.support.tiny_models import make_rows, reference_logits, reference_model, run_all, write_checkpoint
+from tests.support.tiny_models import (
+    make_rows,
+    ragged_calls,
+    reference_logits,
+    reference_model,
+    run_all,
+    write_checkpoint,
+)
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 MAX_ERROR = 2e-4
@@ -50,34 +56,19 @@ def to_numpy(logits: torch.Tensor | np.ndarray) -> np.ndarray:
     return np.array(logits)
 
 
-def run_torch(runner: CudaRunner, rows) -> np.ndarray:
-    hidden = None
-    for segment in range(runner.num_segments):
-        hidden = runner.run_segment(segment, rows, hidden)
-    assert hidden is not None
-    return hidden.numpy().copy()
-
-
 def check_ragged_run(pair: Pair, seed: int, max_error: float) -> float:
-    """Prefill in ragged chunks, then decode in ragged steps. Returns the largest difference of a logit."""
+    """Compares ragged calls with llvm and the reference. Returns the largest difference of a logit."""
     rng = np.random.default_rng(seed)
-    lengths = [int(n) for n in rng.integers(9, 40, 3)]
-    sequences = [rng.integers(0, 97, length) for length in lengths]
+    sequences = [rng.integers(0, 97, int(n)) for n in rng.integers(9, 40, 3)]
     expected = [reference_logits(pair.reference, tokens) for tokens in sequences]
     tables = rng.permutation(NUM_BLOCKS)[:30].reshape(3, 10)
-    starts, largest = [0, 0, 0], 0.0
-    while any(start < length for start, length in zip(starts, lengths, strict=True)):
-        live = [i for i in range(3) if starts[i] < lengths[i]]
-        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 9) + 1)) for i in live]
-        live_starts = [starts[i] for i in live]
-        rows = make_rows([sequences[i] for i in live], live_starts, counts, tables[live])
-        logits = run_torch(pair.torch, rows)
-        wanted = np.concatenate([expected[i][s : s + n] for i, s, n in zip(live, live_starts, counts, strict=True)])
+    largest = 0.0
+    for call, wanted in ragged_calls(rng, sequences, expected, tables):
+        rows = make_rows(*call)
+        logits = run_all(pair.torch, rows)
         differences = np.abs(logits - wanted).max(), np.abs(logits - run_all(pair.llvm, rows)).max()
         assert max(differences) <= max_error
         largest = max(largest, *differences)
-        for i, count in zip(live, counts, strict=True):
-            starts[i] += count
     pair.torch.check_integrity()
     return largest
 
@@ -109,7 +100,7 @@ def test_pools_hold_the_same_keys_and_values(tmp_path: Path) -> None:
     tables = rng.permutation(NUM_BLOCKS)[:10].reshape(2, 5)
     for starts, counts in (([0, 0], [7, 11]), ([7, 11], [5, 1])):
         rows = make_rows(sequences, starts, counts, tables, logit_rows=np.zeros(0, np.int64))  # a prefill: no logits
-        assert run_torch(pair.torch, rows).shape == (0, 97)
+        assert run_all(pair.torch, rows).shape == (0, 97)
         run_all(pair.llvm, rows)
     difference = np.abs(pair.torch.pool.storage.numpy()[:, :, :, :NUM_BLOCKS] - pair.llvm.pool.storage)
     assert difference.max() <= MAX_ERROR
@@ -147,8 +138,8 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
 def test_logits_of_some_rows(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     sequence, table = [np.arange(11)], np.array([[3, 8, 1]])
-    everything = run_torch(pair.torch, make_rows(sequence, [0], [11], table))
-    some = run_torch(pair.torch, make_rows(sequence, [0], [11], table, logit_rows=np.array([2, 10, 5])))
+    everything = run_all(pair.torch, make_rows(sequence, [0], [11], table))
+    some = run_all(pair.torch, make_rows(sequence, [0], [11], table, logit_rows=np.array([2, 10, 5])))
     np.testing.assert_allclose(some, everything[[2, 10, 5]], atol=1e-5)
 
 
@@ -162,7 +153,7 @@ def test_a_wrong_table_changes_the_logits(tmp_path: Path) -> None:
         prefill = make_rows(sequences, [0, 0], [11, 11], tables)
         runner.run_segment(0, prefill, None)
     wanted = run_all(pair.llvm, make_rows(sequences, [11, 11], [1, 1], tables))
-    swapped = run_torch(pair.torch, make_rows(sequences, [11, 11], [1, 1], tables[::-1].copy()))
+    swapped = run_all(pair.torch, make_rows(sequences, [11, 11], [1, 1], tables[::-1].copy()))
     assert np.abs(swapped - wanted).max() > 100 * MAX_ERROR
 
 

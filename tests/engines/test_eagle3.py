@@ -23,7 +23,15 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.serving.runtimes import open_runtime
 from tests.support.cpu_products import UNIT_ERROR
 from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
+from tests.support.tiny_models import (
+    VOCAB_SIZE,
+    make_rows,
+    ragged_calls,
+    reference_model,
+    run_all,
+    write_checkpoint,
+    write_tokenizer,
+)
 
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 40
@@ -138,14 +146,8 @@ def check_rows_on_features(built: Built, runners: Any) -> tuple[list[np.ndarray]
     tables = shuffled_tables(rng, 3)
     joined = [built.reference.joined(built.features(t)) for t in tokens]
     expected = [built.reference.run(t[1:], j[:-1])[0] for t, j in zip(tokens, joined, strict=True)]
-    starts, lengths = np.zeros(3, np.int64), np.array([t.size - 1 for t in tokens])
-    while (starts < lengths).any():
-        live = np.flatnonzero(starts < lengths)
-        counts = [int(rng.integers(1, min(lengths[i] - starts[i], 7) + 1)) for i in live]
-        logits = runners.read([tokens[i] for i in live], starts[live].tolist(), counts, tables[live])
-        wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
-        assert same_logits(logits, np.concatenate(wanted))
-        starts[live] += counts
+    for call, wanted in ragged_calls(rng, tokens, expected, tables, 7):
+        assert same_logits(runners.read(*call), wanted)
     for t, table in zip(tokens, tables, strict=True):
         features = runners.features_of(t.size - 1, table)
         assert np.abs(features - built.features(t)[:-1].numpy()).max() <= MAX_ERROR

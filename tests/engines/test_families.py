@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from faser_backend.core.model import RopeScaling
 from faser_backend.cpu import weights
@@ -23,10 +23,9 @@ from tests.support.tiny_models import (
     EXPERTS,
     VARIANTS,
     VOCAB_SIZE,
+    largest_error,
     make_rows,
     random_model,
-    reference_logits,
-    run_all,
     write_model,
 )
 
@@ -46,25 +45,6 @@ def build(source: Path, directory: Path, exit_layers: tuple[int, ...] = (), **op
 def open_runner(manifest: EngineManifest, directory: Path) -> LlvmRunner:
     pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
     return LlvmRunner(manifest.target, directory, CorePartition("test", (0, 1)), pool)
-
-
-def largest_error(runner: LlvmRunner | GatheredRunner, reference: PreTrainedModel, seed: int) -> float:
-    """Compares every row of three sequences: ragged prefill in chunks, then ragged decoding."""
-    rng = np.random.default_rng(seed)
-    lengths = [int(n) for n in rng.integers(12, 60, 3)]
-    sequences = [rng.integers(0, VOCAB_SIZE, length) for length in lengths]
-    expected = [reference_logits(reference, tokens) for tokens in sequences]
-    tables = rng.permutation(NUM_BLOCKS)[: 3 * 16].reshape(3, 16)
-    starts, errors = [0, 0, 0], []
-    while live := [i for i in range(3) if starts[i] < lengths[i]]:
-        most = 17 if not any(starts) else 9
-        counts = [int(rng.integers(1, min(lengths[i] - starts[i], most) + 1)) for i in live]
-        rows = make_rows([sequences[i] for i in live], [starts[i] for i in live], counts, tables[live])
-        wanted = [expected[i][starts[i] : starts[i] + n] for i, n in zip(live, counts, strict=True)]
-        errors.append(float(np.abs(run_all(runner, rows) - np.concatenate(wanted)).max()))
-        for i, count in zip(live, counts, strict=True):
-            starts[i] += count
-    return max(errors)
 
 
 @pytest.mark.parametrize("exit_layers", [(), (1, 2)], ids=["whole", "cut"])

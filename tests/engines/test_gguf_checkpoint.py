@@ -20,9 +20,9 @@ from faser_backend.engines.gguf_checkpoint import TYPES, GGUFCheckpoint
 from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import EngineManifest
-from tests.engines.test_families import MAX_ERROR, build, largest_error, open_runner
+from tests.engines.test_families import MAX_ERROR, build, open_runner
 from tests.support.gguf_models import Edit, random_blocks, write_gguf
-from tests.support.tiny_models import LLAMA3_ROPE, random_model, write_model
+from tests.support.tiny_models import LLAMA3_ROPE, largest_error, random_model, write_model
 
 QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
 K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}

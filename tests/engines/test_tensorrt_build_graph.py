@@ -18,7 +18,14 @@ from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE
 from tests.support.gathered_runner import GatheredRunner, Padding
-from tests.support.tiny_models import make_rows, reference_logits, reference_model, run_all, write_checkpoint
+from tests.support.tiny_models import (
+    largest_error,
+    make_rows,
+    reference_logits,
+    reference_model,
+    run_all,
+    write_checkpoint,
+)
 
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 40
@@ -41,37 +48,18 @@ def tables_of(rng: np.random.Generator, num_sequences: int, width: int) -> np.nd
     return rng.permutation(NUM_BLOCKS)[: num_sequences * width].reshape(num_sequences, width)
 
 
-def largest_error(source: Path, runner: GatheredRunner, seed: int) -> float:
-    """Returns the largest error over ragged chunks and steps of three sequences in shuffled blocks."""
-    rng = np.random.default_rng(seed)
-    reference = reference_model(source)
-    sequences = [rng.integers(0, 97, int(n)) for n in rng.integers(9, 40, 3)]
-    expected = [reference_logits(reference, tokens) for tokens in sequences]
-    tables = tables_of(rng, 3, 10)
-    starts, error = [0, 0, 0], 0.0
-    while live := [i for i in range(3) if starts[i] < len(sequences[i])]:
-        counts = [int(rng.integers(1, min(len(sequences[i]) - starts[i], 9) + 1)) for i in live]
-        live_starts = [starts[i] for i in live]
-        rows = make_rows([sequences[i] for i in live], live_starts, counts, tables[live])
-        wanted = np.concatenate([expected[i][s : s + n] for i, s, n in zip(live, live_starts, counts, strict=True)])
-        error = max(error, float(np.abs(run_all(runner, rows) - wanted).max()))
-        for i, count in zip(live, counts, strict=True):
-            starts[i] += count
-    return error
-
-
 @pytest.mark.parametrize("padding", PADDINGS, ids=["exact", "padded"])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_gathered_attention_gives_a_dense_runs_logits(name: str, padding: Padding, tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "source", **CONFIGS[name])
     runner = GatheredRunner(checkpoint, tmp_path, padding=padding)
-    assert largest_error(checkpoint, runner, seed=1) <= MAX_ERROR
+    assert largest_error(runner, reference_model(checkpoint), 1, NUM_BLOCKS) <= MAX_ERROR
 
 
 @pytest.mark.parametrize("exit_layers", [(1,), (1, 2)])
 def test_cut_segments_give_the_same_logits(exit_layers: tuple[int, ...], source: Path, tmp_path: Path) -> None:
     runner = GatheredRunner(source, tmp_path, exit_layers=exit_layers, padding=PADDINGS[1])
-    assert largest_error(source, runner, seed=2) <= MAX_ERROR
+    assert largest_error(runner, reference_model(source), 2, NUM_BLOCKS) <= MAX_ERROR
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 5])
@@ -130,7 +118,7 @@ def test_half_precision_segments_run_and_stay_close(source: Path, tmp_path: Path
     types = {tensor.name: tensor.dtype for graph in runner.graphs for tensor in (*graph.inputs, *graph.outputs)}
     assert {types[name] for name in ("hidden", "hidden_out", "k_pool.0", "v_new.2")} == {"float16"}
     assert {types[name] for name in ("logits", "exit_scores")} == {"float32"}
-    error = largest_error(source, runner, seed=1)
+    error = largest_error(runner, reference_model(source), 1, NUM_BLOCKS)
     assert MAX_ERROR < error <= 0.5
 
 

@@ -15,8 +15,8 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
-from tests.engines.test_families import MAX_ERROR, build, largest_error, open_runner
-from tests.support.tiny_models import VARIANTS, random_model, write_model
+from tests.engines.test_families import MAX_ERROR, build, open_runner
+from tests.support.tiny_models import VARIANTS, largest_error, random_model, write_model
 from tests.support.trtllm_models import write_trtllm
 
 WHOLE = {"embedding_axis": None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -152,3 +153,28 @@ def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
         hidden = runner.run_segment(segment, rows, hidden)
     assert hidden is not None
     return np.array(hidden)
+
+
+RaggedCall = tuple[list[np.ndarray], list[int], list[int], np.ndarray]  # arguments of make_rows
+
+
+def ragged_calls(
+    rng: np.random.Generator, sequences: list[np.ndarray], expected: list[np.ndarray], tables: np.ndarray, most: int = 9
+) -> Iterator[tuple[RaggedCall, np.ndarray]]:
+    """Yields calls of 1 to `most` rows of each sequence and their logits, until all rows of `expected` have run."""
+    starts, lengths = np.zeros(len(expected), np.int64), np.array([len(logits) for logits in expected])
+    while (live := np.flatnonzero(starts < lengths)).size:
+        counts = [int(rng.integers(1, min(left, most) + 1)) for left in lengths[live] - starts[live]]
+        wanted = [expected[i][start : start + n] for i, start, n in zip(live, starts[live], counts, strict=True)]
+        yield ([sequences[i] for i in live], starts[live].tolist(), counts, tables[live]), np.concatenate(wanted)
+        starts[live] += counts
+
+
+def largest_error(runner: ModelRunner, reference: Any, seed: int, num_blocks: int = 60) -> float:
+    """Runs three sequences in ragged chunks and shuffled blocks. Returns the largest error of their logits."""
+    rng, width = np.random.default_rng(seed), num_blocks // 3
+    sequences = [rng.integers(0, VOCAB_SIZE, int(n)) for n in rng.integers(10, 3 * width, 3)]
+    expected = [reference_logits(reference, tokens) for tokens in sequences]
+    tables = rng.permutation(num_blocks)[: 3 * width].reshape(3, width)
+    calls = ragged_calls(rng, sequences, expected, tables, 17)
+    return max(float(np.abs(run_all(runner, make_rows(*call)) - wanted).max()) for call, wanted in calls)
