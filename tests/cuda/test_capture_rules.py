@@ -1,5 +1,6 @@
-"""The rules of graph capture, on a fake that has them: real warm-up, scheduler, lanes and runners keep them, and the
-ways of doing it that they replaced do not.
+"""The rules of graph capture, on a fake that has them: real warm-up, scheduler, lanes and runners obey them.
+
+The code that they replaced breaks them.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Opened:
 
 
 def ping_pong(decision: Decision) -> Decision:
-    """On the split whenever there are two to take turns."""
+    """Decodes in ping-pong on the split if there are two sequences."""
     if len(decision.num_draft_tokens) < 2:
         return decision
     return replace(decision, mode=PipelineMode.PING_PONG, partition=SPLIT)
@@ -78,7 +79,7 @@ def opened(
     change: Change = ping_pong,
     config: EngineConfig = CONFIG,
 ) -> Iterator[Opened]:
-    """An engine on the machine. change: of every decision of the policy."""
+    """Opens an engine on the machine. change: of every decision."""
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
     machine = CaptureMachine()
@@ -101,7 +102,7 @@ def opened(
 
 
 def serve(loop: EngineLoop, lengths: list[int]) -> list[str]:
-    """Requests with prompts of these lengths at once. Returns how they ended."""
+    """Serves requests with prompts of these lengths at once. Returns how they ended."""
     rng, hub = np.random.default_rng(0), Subscription(loop)
     for length in lengths:
         hub.submit(request(f"r{length}", rng.integers(0, 97, length).tolist(), 12), "")
@@ -114,7 +115,7 @@ def serve(loop: EngineLoop, lengths: list[int]) -> list[str]:
 
 
 class TestFirstProducts:
-    """A handle of cuBLAS is a thread's, and cannot be opened under capture."""
+    """A cuBLAS handle belongs to a thread and cannot be opened under capture."""
 
     def test_a_served_engine_keeps_the_rules_and_captures_nothing_on_live_traffic(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -133,8 +134,8 @@ class TestFirstProducts:
     def test_shapes_that_are_warmed_on_another_thread_and_captured_on_live_traffic_break_them(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The earlier way: the building thread runs batches, the loop's thread captures what comes for the second
-        time, as its first product."""
+        """The earlier way: the building thread warms up, and the loop's thread captures a batch's second call, its
+        first product."""
         monkeypatch.setattr("faser_backend.serving.warm_up.capture_menus", lambda *_, **__: None)
         with opened(directory, monkeypatch, has_first_work=False) as each:
             each.warm_up()
@@ -155,7 +156,7 @@ class TestFirstProducts:
 
 
 class OldCapturer(MachineCapturer):
-    """As it was: a capture that fails raises, and leaves the allocator where it is."""
+    """The earlier capturer: a failed capture raises, and leaves the allocator in the graph's pool."""
 
     def capture(self, launch: Launch, what: str) -> Launch:
         graph = self._cuda.CUDAGraph()
@@ -172,7 +173,7 @@ class OldCapturer(MachineCapturer):
 
 
 class OldCallCache(CallCache):
-    """As it was: the least recently used goes, with its graph."""
+    """The earlier cache: it evicts the least recently used call with its graph."""
 
     def get(self, shape: Any) -> Any:
         if shape in self._eager:
@@ -228,7 +229,7 @@ class TestFailedCaptures:
             capturer.capture(fault, "a call")
 
     def machine(self) -> CaptureMachine:
-        """With a thread that is bound to a stream."""
+        """Yields a machine with a thread that is bound to a stream."""
         machine = CaptureMachine()
         open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
         return machine
@@ -240,7 +241,7 @@ class TestFailedCaptures:
 
 
 class TestGraphsThatStay:
-    """Whenever a graph goes, PyTorch frees the workspaces that the others of its stream use."""
+    """When a graph is destroyed, PyTorch frees the workspaces that other graphs of its stream use."""
 
     def replayed(self, kind: type[CallCache]) -> CaptureMachine:
         machine = CaptureMachine()

@@ -1,7 +1,7 @@
-"""Branches for tensors of a GPU, where there is none: shapes, types and arguments of every call, without a number.
+"""Branches for GPU tensors without a GPU: shapes, types and arguments of every call, without numbers.
 
-FakeTensor runs the real code on device "cuda" up to the operators, which check what they are given; launchers of
-kernels check it, too, and are told not to launch. And what the driver's bindings are called with is what they take.
+FakeTensor runs the real code on device "cuda" up to the operators, which check their arguments; so do launchers of
+kernels, which then do not launch. Arguments of the driver's bindings are checked too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DRIVER_CALLS = [name for name in vars(FakeDriver) if name.startswith("cu")]
 
 
 class Indexing(TorchFunctionMode):
-    """Basic indexing by operators: Python's own asks for a guard of the device, which a build for CPUs has not."""
+    """Basic indexing by operators: Python's own needs a device guard, which CPU builds lack."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.Tensor.__getitem__ and args[0].is_cuda:
@@ -55,7 +55,7 @@ def _indexed(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
 
 @contextmanager
 def faked(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """launched: (kernel, grid, arguments) of what would be launched."""
+    """Fakes launches. launched: (kernel, grid, arguments) of each."""
 
     def on_grid(kernel: Any, *grid: int) -> Any:
         return lambda *arguments, **options: launched.append((kernel.__name__, grid, arguments))
@@ -103,12 +103,12 @@ def test_the_head_gives_float32_whatever_its_weights_are(monkeypatch: pytest.Mon
         bias = torch_programs.product(empty(3, 16, dtype=dtype), empty(8, 16, dtype=dtype), empty(8, dtype=dtype))
         assert bias.shape == (3, 8) and bias.dtype == dtype
         first_products(CUDA, dtype)
-        with pytest.raises(RuntimeError):  # the check sees a shape that does not fit
+        with pytest.raises(RuntimeError):  # the check notices a wrong shape
             torch_programs.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
 
 
 def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pinning and events need a device: they are noted, the copies are real ones of fake tensors."""
+    """Pinning and events need a device: they are recorded; copies are real ones of fake tensors."""
     notes: list[str] = []
 
     class Event:
@@ -119,7 +119,7 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
             notes.append("wait")
 
     class Copied:
-        """A pinned copy that checks what it is asked for."""
+        """A pinned copy that checks its arguments."""
 
         def __init__(self, shape: Any, dtype: Any, pin_memory: bool) -> None:
             assert pin_memory
@@ -143,7 +143,7 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
 
 
 class TestBindings:
-    """Arguments of cuda.bindings' functions, by their own docstrings; the fake driver has the same."""
+    """Checks arguments of cuda.bindings' functions against their docstrings; the fake driver has the same."""
 
     @pytest.mark.parametrize("name", DRIVER_CALLS)
     def test_take_as_many_arguments_as_the_fake(self, name: str) -> None:

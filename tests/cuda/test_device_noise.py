@@ -18,7 +18,7 @@ VOCABULARIES = [1, 4, 2051, 2**17 - 1, 2**17 + 1, 152_000]
 
 
 def random_rows(seed: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """keys [count] uint64 and positions [count], with the extreme ones among them."""
+    """Draws keys [count] uint64 and positions [count], with the extreme ones among them."""
     rng = np.random.default_rng(seed)
     keys = seed_keys(rng.integers(0, WORD, count, dtype=np.uint64, endpoint=True))
     keys[:4] = 0, WORD, 2**63, 2**63 - 1
@@ -32,7 +32,7 @@ def tensors(keys: np.ndarray, positions: np.ndarray) -> tuple[torch.Tensor, torc
 
 
 def sums_by_numpy(vocab_size: int, keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[R, V] uint32, from the numpy generator's own table and counters."""
+    """Returns [R, V] uint32 from the numpy generator's own table and counters."""
     table, log2_size = noise.noise_table(vocab_size)
     words = noise._counters(keys, positions)
     first, second = words % np.uint64(2**log2_size), words >> np.uint64(64 - log2_size)

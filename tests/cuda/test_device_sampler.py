@@ -45,14 +45,14 @@ def filled(sampler: Sampler, scene: Scene, sampling: list[Sampling]) -> Sampler:
 
 
 def torch_twin(scene: Scene) -> TorchSampler:
-    """A TorchSampler with the scene's slots."""
+    """Returns a TorchSampler with the scene's slots."""
     twin = TorchSampler(VOCAB, 8, CPU)
     filled(twin, scene, scene.sampling)
     return twin
 
 
 def without_rules(sampling: Sampling) -> Sampling:
-    """Temperature, filters and seed alone."""
+    """Returns temperature, filters and seed only."""
     kept = ("temperature", "top_k", "top_p", "min_p", "seed")
     return Sampling(**{name: getattr(sampling, name) for name in kept})
 
@@ -81,7 +81,7 @@ def test_thousands_of_rows_of_all_kinds() -> None:
     num_plain = num_filtered = num_ruled = 0
     for seed in range(240):
         scene = Scene(seed)
-        # Hardly a slot of a scene is without rules: most scenes get none.
+        # Most slots of a scene have rules: most scenes get none.
         sampling = list(map(without_rules, scene.sampling)) if seed % 4 else scene.sampling
         host, device = both(8, VOCAB)
         filled(host, scene, sampling)
@@ -113,7 +113,7 @@ def test_wide_rows_of_every_kind_in_one_batch(vocab_size: int) -> None:
 
 
 def test_slots_come_and_go() -> None:
-    """A slot's former tenant leaves no trace."""
+    """A slot keeps nothing of its former request."""
     rng = np.random.default_rng(0)
     host, device = both(4)
     kinds, used = list(KINDS.values()), set[int]()
@@ -145,7 +145,7 @@ def test_ties_go_to_the_lowest_ids(kind: str) -> None:
 
 
 def test_filters_are_the_hosts() -> None:
-    """Thresholds and ties, on logits with few distinct values and on ones with many."""
+    """Checks thresholds and ties, on logits with few distinct values and with many."""
     rng = np.random.default_rng(1)
     for draw in range(60):
         logits = rng.normal(0, 2, (9, 257)).astype(np.float32)
@@ -165,7 +165,7 @@ def test_filters_are_the_hosts() -> None:
 
 
 def test_a_nucleus_ends_where_it_holds_its_share() -> None:
-    """Different logits of equal weight, so that shares are exact: half of four tokens are two."""
+    """Different logits of equal weight make shares exact: half of four tokens are two."""
     scores = torch.tensor([[0.0, -1e-9, -2e-9, -3e-9]])
     kept = keep_top(scores, torch.tensor([4]), torch.tensor([0.5], dtype=torch.float64))
     assert torch.isfinite(kept).tolist() == [[True, True, False, False]]
@@ -232,7 +232,7 @@ def test_what_rejection_sampling_and_log_probs_ask_for() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_fetch_per_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every wait for the device is a call of to_host: rules cost no second one."""
+    """Every wait for the device is a call of to_host; rules need no second one."""
     _, device = both(2)
     device.add(0, KINDS[kind], np.array([1]), 1, ())
     device.add(1, KINDS["temperature"], np.array([1]), 1, ())

@@ -1,4 +1,4 @@
-"""Chains drafted at once against chains drafted token by token: the same frontiers, in every policy and mode."""
+"""Chains drafted at once equal chains drafted token by token: the same frontiers, in every policy and mode."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TRIMS = {
 
 
 class FakeLoop:
-    """core.ports.DraftLoop as it is defined: calls of a runner and a sampler in turn."""
+    """The definition of core.ports.DraftLoop: calls of a runner and a sampler, alternating."""
 
     def __init__(self, runner: ModelRunner, sampler: NumpySampler) -> None:
         self._runner = runner
@@ -54,7 +54,7 @@ class FakeLoop:
         self.num_calls += 1
         starts, tables = rows.context_lens + rows.rows_per_sequence, rows.block_tables
         size, width = slots.size, int(num_draft_tokens.max())
-        # What has no meaning is filled with what would be noticed.
+        # Meaningless entries hold values that would be noticed.
         tokens = np.full((size, width), -(10**6))
         margins = np.full((size, width), np.nan, np.float32)
         candidates = np.full((size, width, num_candidates), -(10**6))
@@ -83,8 +83,10 @@ def add_loops(fake: FakeEngine) -> list[FakeLoop]:
 
 
 def recorded_frontiers(step_runner: StepRunner) -> list[tuple]:
-    """Filled step by step with all that a frontier tells. The engine's clock is not read for phase times any more:
-    laps differ in number, and policies may read the clock."""
+    """Records every field of each step's frontier.
+
+    Phase times no longer read the engine's clock: the number of laps differs, and policies may read the clock.
+    """
     frontiers: list[tuple] = []
 
     def note(record: StepRecord) -> None:
@@ -107,7 +109,7 @@ def assert_equal_frontiers(one: list[tuple], other: list[tuple]) -> None:
 
 
 def mostly_plain(seed: int, count: int) -> list[Request]:
-    """One request has rules: while it runs in a batch of drafts, chains of that batch are drafted in steps."""
+    """Draws plain requests and one with rules: while that runs in a batch, its chains are drafted in steps."""
     return [r for i, r in enumerate(random_requests(seed, count)) if i % 4 != 3 or i == 7]
 
 
@@ -118,7 +120,7 @@ def case() -> Case:
 
 
 def compare(case: Case, policy: str, change: Change, other_change: Change, lanes: Lanes | None = None, **options):
-    """Runs both ways. change, other_change: alike, each with a generator of its own."""
+    """Runs both ways. change, other_change: equal changes, each with its own generator."""
     seen, num_loops = [], 0
     for with_loop, changed in ((False, change), (True, other_change)):
         fake = open_forced(policy, changed, lanes, **options)
@@ -135,7 +137,7 @@ def compare(case: Case, policy: str, change: Change, other_change: Change, lanes
 def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode) -> None:
     for num_blocks in (200, 30):
         num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
-        # `faser` decodes plainly where nothing promises more; with answers this short it may not come back from there.
+        # `faser` decodes plainly if it expects no gain; with answers this short it may not resume drafting.
         assert num_loops == 0 if policy == "none" else num_loops > (2 if policy in {"faser", "survival"} else 10)
 
 
@@ -168,7 +170,7 @@ def test_on_lanes_of_threads_tokens_are_those_of_plain_decoding(case: Case, seed
 
 
 def test_a_perfect_draft_is_never_rejected(case: Case) -> None:
-    """So the draft's KV is whole, also behind cut chains and where a chain runs ahead of another."""
+    """The draft's KV is complete, also after cut chains and chains that run ahead."""
     for seed in range(4):
         options = {"num_blocks": 40, "draft_noise": 0.0, "draft_memory": 10**6}
         fake = open_forced("fixed:4", random_everything(seed), **options)

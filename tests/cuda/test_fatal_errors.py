@@ -17,7 +17,7 @@ from tests.support.harness import FakeEngine, open_fake, request
 
 
 class AcceleratorError(RuntimeError):
-    """As torch's, which carries CUDA's number."""
+    """A fake of torch's error, which carries CUDA's number."""
 
     def __init__(self, message: str, error_code: int) -> None:
         super().__init__(message)
@@ -25,7 +25,7 @@ class AcceleratorError(RuntimeError):
 
 
 def chained(cause: Exception) -> Exception:
-    """As an error of a step is: raised from another, which came while handling a third."""
+    """Returns an error as a step raises it: from another, raised while handling a third."""
     try:
         try:
             raise cause
@@ -69,7 +69,7 @@ def test_what_the_next_step_survives_is_not(error: Exception) -> None:
 
 
 def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, FakeEngine]:
-    """Serves two requests, one after the other, where a step raises `error`; returns how each ended, first of all."""
+    """Serves two requests, one after the other, with a step that raises `error`. Returns how each ended."""
     fake, stopped = open_fake("none", is_fatal=is_fatal), threading.Event()
     run = fake.step_runner.run
     raised: list[int] = []
@@ -126,7 +126,7 @@ def test_an_engine_that_cannot_be_prepared_is_closed_and_says_why() -> None:
 
 
 def calls_of(work: Callable[[], object]) -> list[str]:
-    """The products that torch was asked for, in order; a bias in a product is cuBLASLt's."""
+    """Returns the products that torch was asked for, in order; a product with a bias uses cuBLASLt."""
     calls: list[str] = []
 
     class Recorded(torch.overrides.TorchFunctionMode):
@@ -143,8 +143,8 @@ def calls_of(work: Callable[[], object]) -> list[str]:
 
 
 class TestProducts:
-    """cuBLASLt asks for the stream's green context, and fails where that is being captured: products with a bias go
-    without it, and a thread has opened it before."""
+    """cuBLASLt reads the stream's green context, which fails during a capture: products with a bias avoid it, and a
+    thread has opened it before."""
 
     def test_a_bias_is_added_behind_its_product(self) -> None:
         rows, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)

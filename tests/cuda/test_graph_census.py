@@ -1,4 +1,4 @@
-"""The shapes of calls under every policy, mode and mixture of sampling: few, known beforehand, never dropped."""
+"""The shapes of calls under every policy, mode and mixture of sampling: few, known in advance, never evicted."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def on_some_split(seed: int):
     def change(decision: Decision) -> Decision:
         changed: Any = random(decision)
         if changed.pruner is not None:
-            changed.pruner.num_candidates = NUM_CANDIDATES  # as every policy's pruner has
+            changed.pruner.num_candidates = NUM_CANDIDATES  # as in every policy's pruner
         return replace(changed, partition=WHOLE if changed.partition == WHOLE else SPLIT)
 
     return change
@@ -109,7 +109,7 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
 def test_traffic_of_a_head_adds_none_to_those_captured_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
-    """Chains on the device and, of requests with rules, call by call. What joins features is captured by rows
+    """Chains on the device and, for requests with rules, call by call. Features are joined in calls captured by rows
     alone. Without the menu live traffic captures."""
     source = write_checkpoint(tmp_path / "source", max_position_embeddings=256, num_hidden_layers=NUM_TARGET_LAYERS)
     head = write_head(tmp_path / "head")
@@ -160,7 +160,7 @@ def test_a_menu_holds_every_call_up_to_its_largest() -> None:
 
 
 def test_the_census_sees_a_shape_that_depends_on_lengths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were calls keyed by more than rows, live traffic would capture."""
+    """If calls were keyed by more than rows, live traffic would capture."""
     monkeypatch.setattr(
         RowMenu, "of", lambda self, rows, num_candidates: Buckets(4, UNLIMITED).of(rows, num_candidates)
     )

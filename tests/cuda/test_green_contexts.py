@@ -1,4 +1,4 @@
-"""Shares of a GPU from a faked driver: sizes, disjointness, one split call, nothing leaked, and the fallbacks."""
+"""Shares of a GPU from a fake driver: sizes, disjointness, one split call, no leaks, and the fallbacks."""
 
 from __future__ import annotations
 
@@ -234,9 +234,9 @@ def test_the_fake_sees_what_is_not_ordered() -> None:
     ],
 )
 def test_the_real_bindings_take_what_they_are_given(name: str, make_arguments: Any) -> None:
-    """Without a driver they convert their arguments first, and then say that there is none."""
+    """Without a driver they convert their arguments first, then report that there is none."""
     driver = pytest.importorskip("cuda.bindings.driver")
     if find_library("cuda") is not None:
         pytest.skip("there is a driver, which would act on it: gpu_check.py does")
-    with pytest.raises(DriverError):  # and not TypeError
+    with pytest.raises(DriverError):  # not TypeError
         call_driver(driver, name, *make_arguments(driver))

@@ -1,4 +1,4 @@
-"""A GPU's memory is added up before anything is allocated: what is left is for KV blocks."""
+"""A GPU's memory is planned before anything is allocated: the rest is for KV blocks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def engine_of(spec: ModelSpec, name: str) -> ModelEngine:
 
 
 def pair_of(name: str, *, max_context: int = 8192, halved: bool = False) -> list[ModelEngine]:
-    """The target, on a GPU of two if halved, and its draft."""
+    """Returns the target, halved if two GPUs share it, and its draft."""
     pair = PAIRS[name]
     target = replace(pair.target, max_context=max_context)
     if halved:
@@ -104,7 +104,7 @@ def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: P
 
 
 def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
-    """Blocks hold the features, which the head's pool has none of; inputs and hidden states as of any model."""
+    """Blocks hold the features, which the head's pool lacks; inputs and hidden states count as for any model."""
     built = Built(tmp_path, runtime="torch", exit_layers=(4,))
     assert built.manifest.draft is not None
     models = [built.manifest.target, built.manifest.draft]

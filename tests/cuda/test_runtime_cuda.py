@@ -67,7 +67,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(checkpoints: tuple[Path, Path], requests: list[Request]) -> dict[str, list[int]]:
-    """Tokens of plain decoding on a CPU."""
+    """Returns the tokens of plain decoding on a CPU."""
     engine = build_engine(build(checkpoints, "llvm"), EngineConfig.from_options(policy="none", **CONFIG))
     tokens = drive(engine, requests).tokens
     engine.close()
@@ -220,7 +220,7 @@ class TestOnSharesOfAFakedGpu:
 
 
 def drive_from_two_threads(engine: Engine, requests: list[Request], expected: dict[str, list[int]]) -> None:
-    """A thread that did not build the engine, then another one."""
+    """Steps on a thread that did not build the engine, then on another one."""
     results: list[dict[str, list[int]]] = []
     for part in (requests[:2], requests[2:]):
         thread = threading.Thread(target=lambda part=part: results.append(drive(engine, part).tokens))
@@ -261,7 +261,7 @@ class TestWhatCannotRun:
 
 
 def test_an_open_runtime_carries_several_engines(torch_engine: Path, requests, expected, caplog) -> None:
-    """As profiles and benchmarks use it: one after the other, on the weights that are there."""
+    """Profiles and benchmarks do this: engines one after the other on weights that are loaded once."""
     caplog.set_level(logging.INFO)
     manifest, _ = pair_of(torch_engine)
     runtime = open_runtime(torch_engine, manifest, EngineConfig())

@@ -1,4 +1,4 @@
-"""Engine files: how contexts are configured, the kept kernels of RTX, and, where there is a GPU, whole engines."""
+"""Engine files: the configuration of contexts, RTX's cached kernels, and, on a GPU, whole engines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RecordingCache:
 
 
 class RecordingConfig:
-    """Records what is set on an IRuntimeConfig; attributes that it does not have are refused."""
+    """A recorder of settings of an IRuntimeConfig; unknown attributes are refused."""
 
     def __init__(self, accepts: bool) -> None:
         self.cuda_graph_strategy = self.dynamic_shapes_kernel_specialization_strategy = None

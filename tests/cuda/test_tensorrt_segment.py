@@ -1,7 +1,7 @@
-"""Segments compiled by TensorRT as programs: profiles, shapes and addresses, the pool, and what is refused.
+"""Segments compiled by TensorRT as programs: profiles, shapes and addresses, the pool, and refusals.
 
-The programs are the real ones, under the real runner; engines are ONNX Runtime sessions (tests.support.ort_engines).
-Refusals of engine files come from TensorRT-RTX itself, which needs no GPU for them.
+The programs and the runner are real; engines are ONNX Runtime sessions (tests.support.ort_engines). TensorRT-RTX itself
+refuses engine files, which needs no GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Opened:
-    """A model whose engines stand open on the CPU."""
+    """A model with open engines on the CPU."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ def test_ragged_runs_give_a_dense_runs_logits(source: Path, tmp_path: Path, monk
 
 
 def test_calls_without_logits_or_candidates_have_addresses(source: Path, tmp_path: Path, monkeypatch) -> None:
-    """A chunk of a prompt wants no logits, a cut without an exit no scores: TensorRT wants addresses all the same."""
+    """A prompt's chunk needs no logits, and a cut without an exit no scores, but TensorRT needs addresses."""
     opened = Opened(source, tmp_path, monkeypatch, (1,))
     tokens = np.random.default_rng(0).integers(0, 97, 12)
     rows = make_rows([tokens], [0], [8], tables_of(np.random.default_rng(1), 1, 4), np.zeros(0, np.int64))
@@ -99,7 +99,7 @@ def test_calls_without_logits_or_candidates_have_addresses(source: Path, tmp_pat
 
 
 def test_every_sequence_of_a_full_batch_may_have_so_many_logit_rows(source: Path, tmp_path: Path, monkeypatch) -> None:
-    """Bounds clients' drafts and logits of prompts; one row more, and no profile takes the call."""
+    """Bounds clients' drafts and logits of prompts; with one more row, no profile takes the call."""
     opened = Opened(source, tmp_path, monkeypatch, (1,))
     most, rng = opened.runner.max_logit_rows, np.random.default_rng(0)
     assert most == MAX_VERIFY_ROWS
@@ -153,7 +153,7 @@ def test_calls_too_large_for_graphs_share_a_context(source: Path, tmp_path: Path
         assert np.abs(logits - expected[start:end]).max() <= MAX_ERROR
     assert opened.store.is_captured == [False, True]
     assert [context.num_runs for context in opened.store.contexts] == [3, 1]
-    assert opened.store.contexts[0].profile == VERIFY  # the last of them
+    assert opened.store.contexts[0].profile == VERIFY  # the last segment
 
 
 def test_half_precision_engines_run(source: Path, tmp_path: Path, monkeypatch) -> None:
@@ -180,7 +180,7 @@ BOUNDS = CallBounds(2, 2, 1, 8, 2, 0)
 
 
 def test_tensors_that_are_not_the_engines_are_refused(source: Path, tmp_path: Path, monkeypatch) -> None:
-    """TensorRT would read whatever lies at the address."""
+    """TensorRT would read whatever is at the address."""
     program, tensors = program_and_tensors(source, tmp_path, monkeypatch)
     program.prepare(tensors, BOUNDS)()
     logits = tensors["logits"]
@@ -229,7 +229,7 @@ def test_a_call_that_no_profile_takes_is_refused_by_the_closest() -> None:
 
 @pytest.fixture(scope="module")
 def engine_bytes() -> bytes:
-    """A real engine of TensorRT-RTX."""
+    """Returns a real engine of TensorRT-RTX."""
     module = import_tensorrt("rtx").module
     builder = module.Builder(module.Logger(module.Logger.ERROR))
     network = builder.create_network(1 << int(module.NetworkDefinitionCreationFlag.STRONGLY_TYPED))

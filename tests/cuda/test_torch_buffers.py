@@ -1,4 +1,4 @@
-"""Inputs of GPU calls: what they say of each row, padded, and staged in turn."""
+"""Inputs of GPU calls: their values for each row, their padding, and alternating staging areas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def random_rows(rng: np.random.Generator) -> RowBatch:
 
 
 def filled(rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None = None) -> dict[str, np.ndarray]:
-    """The inputs as they reach a device, over what an earlier call left in host memory and on the device."""
+    """Returns the inputs on the device, written over an earlier call's in host and device memory."""
     block = InputBlock(INPUTS, bounds, CPU)
     block.block.fill_(0x5A)
 

@@ -36,7 +36,7 @@ CONFIG = EngineConfig(max_num_seqs=6, num_kv_blocks=96, max_prefill_tokens=64)
 
 
 class SwitchedRuntime(CudaRuntime):
-    """Drafts whole chains where `has_loops`, else token by token."""
+    """A runtime that drafts whole chains if `has_loops`, otherwise token by token."""
 
     has_loops = True
 
@@ -59,7 +59,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[SwitchedRuntime, Mod
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Requests of every kind but those with rules, and one of those, which ends first."""
+    """Returns requests of every kind without rules, and one with rules, which ends first."""
     directory = demo_engine_dir()
     made = make_requests(directory, 3, MAX_TOKENS, 0.0) + make_requests(directory, 3, MAX_TOKENS, 0.8)
     made = [replace(r, request_id=f"r{i}") for i, r in enumerate(made)]
@@ -70,7 +70,7 @@ def requests() -> list[Request]:
 
 @pytest.fixture(scope="module")
 def expected(requests: list[Request]) -> dict[str, list[int]]:
-    """Tokens that the CPU's runtime and NumpySampler decode plainly."""
+    """Returns the plain tokens of the CPU's runtime and NumpySampler."""
     directory = demo_engine_dir()
     manifest = EngineManifest.load(directory)
     models = ModelPair(manifest.target, manifest.draft)
@@ -84,7 +84,8 @@ def expected(requests: list[Request]) -> dict[str, list[int]]:
 def run(
     demo, requests: list[Request], policy: str, change: Change, split: str, *, has_exits: bool
 ) -> tuple[dict[str, list[int]], list]:
-    """Tokens and frontiers. A clock that counts its readings, and lanes in turn: no decision is a matter of time."""
+    """Returns tokens and frontiers. A clock that counts its readings, and alternating lanes: no decision depends on
+    time."""
     runtime, models = demo
     forced = Forced(parse_policy(policy, both_partitions), change)
     forced.partitions = ("whole", split)
@@ -102,14 +103,14 @@ def run(
     return tokens, frontiers
 
 
-# Every policy and every mode; each with each is in test_draft_loop.py.
+# Every policy and every mode; test_draft_loop.py combines them.
 CASES = [(policy, mode, False) for policy, mode in zip(POLICIES, itertools.cycle(PipelineMode), strict=False)]
 CASES += [("fixed:4", mode, True) for mode in PipelineMode]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_engines_with_and_without_loops(demo, requests, expected, case: tuple[str, PipelineMode, bool]) -> None:
-    """The last of a case: with a trim rule and exits as well."""
+    """The last cases also have a trim rule and exits."""
     policy, mode, has_trim = case
     split = split_name(*demo[0].splits[0]) if demo[0].splits else ""
     if mode is not PipelineMode.SERIAL and not split:

@@ -1,4 +1,4 @@
-"""TorchDraftLoop on torch's CPU device: against calls of the runner and the sampler in turn."""
+"""TorchDraftLoop on torch's CPU device, against alternating calls of the runner and the sampler."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def open_sampler(kinds: list[Sampling]) -> TorchSampler:
 
 
 class Drafting:
-    """A sequences with a context each; rows feed what the draft has not seen of them."""
+    """Sequences with a context each; rows feed what the draft has not read."""
 
     def __init__(self, seed: int, size: int, most_tokens: int = 6) -> None:
         rng = np.random.default_rng(seed)
@@ -62,7 +62,7 @@ class Drafting:
         width = -(-(30 + 5 + most_tokens) // BLOCK_SIZE)
         needed = -(-(self.seen + self.num_rows + self.lengths - 1) // BLOCK_SIZE)
         blocks = iter(rng.permutation(NUM_BLOCKS).tolist())
-        # Blocks end with their chain: a write past it would land in block 0, which another sequence uses.
+        # Blocks end with their chain: a write past it would go to block 0, which another sequence uses.
         self.tables = np.array([[next(blocks) if i < n else 0 for i in range(width)] for n in needed.tolist()])
         self.slots = rng.permutation(MAX_SEQS)[:size]
 
@@ -81,7 +81,7 @@ class Drafting:
 
 
 def in_turn(runner: CudaRunner, sampler: TorchSampler, drafting: Drafting, num_candidates: int) -> DraftTokens:
-    """The definition: a call and a draw per step, for the chains that go on."""
+    """The definition: a call and a draw per step, for chains that continue."""
     starts, size = drafting.seen + drafting.num_rows, drafting.slots.size
     width = int(drafting.lengths.max())
     tokens, margins = np.zeros((size, width), np.int64), np.zeros((size, width), np.float32)
@@ -185,7 +185,7 @@ def test_rules_are_left_to_the_host(built) -> None:
 
 
 def with_nan(runner: CudaRunner, row: int, at_launch: int) -> CudaRunner:
-    """Logits of `row` become NaN behind one launch of each chain of four tokens."""
+    """Makes logits of `row` NaN after one launch of each chain of four tokens."""
     prepare = runner.prepare_decode
 
     def prepare_decode(bounds: CallBounds) -> PreparedCall:
@@ -219,7 +219,7 @@ def test_unusable_logits_name_their_slot_and_position(built, kind: int) -> None:
         with pytest.raises(FaserError, match=rf"slot {slot}, position {8 + step}\) hold NaN"):
             draft(with_nan(open_runner(built), 1, step))
     drafting.lengths[1] = 3
-    draft(with_nan(open_runner(built), 1, 3))  # nobody's token
+    draft(with_nan(open_runner(built), 1, 3))  # a row of no sequence
     poisoned = open_runner(built)
     poisoned.pool.storage[:, :, :, drafting.tables[1, 0], 2] = torch.nan
     with pytest.raises(FaserError, match=rf"row 1 \(slot {slot}, position 8\) hold NaN"):

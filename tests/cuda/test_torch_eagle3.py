@@ -55,19 +55,21 @@ class Runners:
         models = manifest.target, manifest.draft
         pools = [CudaKvPool(m.spec, num_blocks, BLOCK_SIZE, dtype=manifest.dtype, device=CPU) for m in models]
         self.features = pools[1].features = pools[0].features
-        opened = [self.programs.open(model, "", NUM_SMS) for model in (models[1], models[0])]  # the head asks first
+        opened = [
+            self.programs.open(model, "", NUM_SMS) for model in (models[1], models[0])
+        ]  # the head is opened first
         self.target = CudaRunner(models[0], opened[1], pools[0], CPU)
         self.head = CudaHeadRunner(models[1], opened[0], pools[1], CPU)
         self.weights = self.programs.weights(models[1])
         self.target_weights = self.programs.weights(models[0])
 
     def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
-        """The target reads these rows, then the head the next tokens beside them. Returns the head's logits."""
+        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
         run_all(self.target, make_rows(tokens, starts, counts, tables))
         return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
-        """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
+        """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""
         blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
         return self.features[table[blocks], offsets].flatten(1).float().numpy()
 
@@ -84,7 +86,7 @@ def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
 
 
 def test_chains_on_own_hidden_states_equal_a_dense_run(built: Built) -> None:
-    """Five greedy steps of three sequences, the second of which pauses after two: its state is taken out."""
+    """Five greedy steps of three sequences; the second is removed after two."""
     rng, runners = np.random.default_rng(5), Runners(built.directory)
     tokens = [rng.integers(0, VOCAB_SIZE, n) for n in (11, 6, 19)]
     tables, counts = shuffled_tables(rng, 3), [10, 5, 18]
@@ -117,7 +119,7 @@ def test_taken_states_are_copies(gqa: Built) -> None:
 
 
 def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path) -> None:
-    """One call of the target and of the head without logits, tensors of its own each; then a row behind it."""
+    """One call of the target and of the head without logits, with their own tensors; then one more row."""
     source = write_checkpoint(
         tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=2 * MAX_GRAPH_ROWS
     )
@@ -138,7 +140,7 @@ def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path
 
 
 def test_each_tensor_of_a_head_shows_in_its_logits(gqa: Built) -> None:
-    """Negative control: the comparison would notice a tensor that is left out or read from the wrong place."""
+    """Negative control: the comparison notices a tensor that is missing or read from the wrong position."""
     rng, runners, reference = np.random.default_rng(3), Runners(gqa.directory), gqa.reference
     tokens = rng.integers(0, VOCAB_SIZE, 12)
     logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
@@ -169,7 +171,7 @@ def test_other_features_are_noticed(gqa: Built, mistake: str) -> None:
 
 
 def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -> None:
-    """The same tensor, in no other memory; and the files say whose it is."""
+    """Both use the same tensor, and only the target's file holds it."""
     runners = Runners(gqa.directory)
     assert isinstance(runners.weights, HeadTensors) and not isinstance(runners.target_weights, HeadTensors)
     assert runners.weights.layer.embedding is runners.target_weights.embedding
@@ -180,7 +182,7 @@ def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -
 
 @pytest.mark.parametrize(("dtype", "most"), [("fp32", MAX_ERROR), ("bf16", 0.1), ("fp16", 0.01)])
 def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp_path: Path) -> None:
-    """The layer under vLLM's name, an embedding of its own, half precision, explicit layers; in every dtype."""
+    """The head has vLLM's name of the layer, an embedding, half precision and explicit layers; in every dtype."""
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
     rng = np.random.default_rng(2)
     own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
@@ -197,7 +199,7 @@ def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp
     runners = Runners(directory)
     tokens, table = rng.integers(0, VOCAB_SIZE, 10), shuffled_tables(rng, 1)
     found = runners.read([tokens], [0], [9], table)
-    features = torch.from_numpy(runners.features_of(9, table[0]))  # what this dtype made of them
+    features = torch.from_numpy(runners.features_of(9, table[0]))  # as this dtype rounds them
     wanted, _ = reference.run(tokens[1:], reference.joined(features))
     is_known = np.isfinite(wanted)
     assert np.array_equal(is_known, np.isfinite(found)) and not is_known.all()

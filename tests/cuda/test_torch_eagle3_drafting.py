@@ -1,5 +1,8 @@
-"""Engines of runtime torch that draft with a head, on the CPU: drafts are a dense reference's and those of llvm's head,
-tokens those of plain decoding, and a device that drafts whole chains drafts what the host would call by call."""
+"""Engines of runtime torch that draft with a head, on the CPU.
+
+Drafts equal a dense reference's and llvm's, tokens equal plain decoding's, and chains drafted on the device equal those
+drafted call by call.
+"""
 
 from __future__ import annotations
 
@@ -67,18 +70,18 @@ class Agreeing(Built):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A head that is often right."""
-    return Agreeing(tmp_path_factory.mktemp("agreeing"))
+    """Builds a head that is often right."""
+    return Agreeing(tmp_path_factory.mktemp("agreeing"), "torch")
 
 
 @pytest.fixture(scope="module")
 def random(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """A head that knows some tokens alone and is hardly ever right."""
+    """Builds a head that knows only some tokens and is rarely right."""
     return Built(tmp_path_factory.mktemp("random"), runtime="torch", exit_layers=(4,))
 
 
 def mixed_requests() -> list[Request]:
-    """Greedy and sampled ones, some with filters, and two with rules, which end first."""
+    """Returns greedy and sampled requests, some with filters, and two with rules, which end first."""
     made = make_requests()
     made[2] = replace(made[2], sampling=Sampling(temperature=1.0, top_k=7, top_p=0.9, seed=2))
     made[4] = replace(made[4], sampling=Sampling(temperature=0.9, repetition_penalty=1.3, seed=4), max_tokens=6)
@@ -97,7 +100,7 @@ def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the device drafts whole chains, as the case asks."""
+    """Lets the device draft whole chains if the case says so."""
     if not request.param:
         without_loops(monkeypatch)
     return bool(request.param)
@@ -139,7 +142,7 @@ def test_every_chain_is_the_reference_s(
 def test_a_loop_drafts_what_the_host_drafts_call_by_call(
     name: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens, lengths, margins and candidates of every frontier; greedy and sampled, with filters and rules."""
+    """Compares tokens, lengths, margins and candidates of every frontier."""
     built: Built = request.getfixturevalue(name)
     seen = []
     for _ in range(2):
@@ -170,7 +173,7 @@ def test_a_loop_drafts_what_the_host_drafts_call_by_call(
 def test_tokens_equal_plain_decoding(
     built: Built, plain: dict[str, list[int]], policy: str, options: dict[str, object]
 ) -> None:
-    """Greedy sequences beside sampled ones, with penalties and filters, at random times."""
+    """Greedy and sampled sequences, with penalties and filters, at random times."""
     engine = open_engine(built, policy, **options)
     assert drive(engine, mixed_requests(), seed=1).tokens == plain
     assert policy == "faser" or engine.metrics().num_accepted > 20
@@ -178,7 +181,7 @@ def test_tokens_equal_plain_decoding(
 
 
 def test_tokens_equal_plain_decoding_in_halves(built: Built, tmp_path: Path) -> None:
-    """On a CPU products of a row are the same in any company: no near-tie decides otherwise."""
+    """On a CPU a row's products do not depend on the batch, so there are no near-ties."""
     options = {"runtime": "torch", "dtype": "bf16", "kv_block_size": BLOCK_SIZE}
     build_engines(built.source, built.head_dir, tmp_path, **options)
     found = []
@@ -194,12 +197,12 @@ def test_tokens_equal_plain_decoding_in_halves(built: Built, tmp_path: Path) -> 
 
 
 def states_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The steps of a loop read what the first of them read."""
+    """Makes all steps of a loop read what the first step reads."""
     monkeypatch.setattr(CudaHeadRunner, "_decode_tensors", CudaRunner._decode_tensors)
 
 
 def positions_are_a_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain's noise is that of the positions before its own."""
+    """Draws a chain's noise from the positions before its own."""
     monkeypatch.setattr(CudaHeadRunner, "num_ahead", 0)
 
 
@@ -207,7 +210,7 @@ def positions_are_a_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mistakes_of_a_loop_are_noticed(
     random: Built, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sampled, where noise is the position's; against chains that the host draws call by call."""
+    """Compares sampled chains, whose noise depends on positions, with chains drafted call by call."""
     found = []
     with monkeypatch.context() as patched:
         for change in (mistake, without_loops):

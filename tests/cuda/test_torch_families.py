@@ -37,7 +37,9 @@ def test_logits_are_those_of_transformers(variant: str, exit_layers: tuple[int, 
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=exit_layers)
     runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)
     rng = np.random.default_rng(6)
-    sequences = [rng.integers(0, VOCAB_SIZE, length) for length in (50, 21)]  # past the context of pretraining, and not
+    sequences = [
+        rng.integers(0, VOCAB_SIZE, length) for length in (50, 21)
+    ]  # beyond the context of pretraining, and within
     expected = [reference_logits(reference, tokens) for tokens in sequences]
     tables = rng.permutation(NUM_BLOCKS)[:26].reshape(2, 13)
     for starts, counts in (([0, 0], [40, 13]), ([40, 13], [3, 7]), ([43, 20], [7, 1])):
@@ -58,7 +60,7 @@ def test_logits_are_those_of_transformers(variant: str, exit_layers: tuple[int, 
     ],
 )
 def test_every_variant_shows_in_the_logits(variant: str, field: str, tmp_path: Path) -> None:
-    """Negative control: the models are such that a bias or norm that were forgotten would be seen."""
+    """Negative control: a missing bias or norm changes the logits."""
     model = write_torch_engine(write_model(random_model(variant), tmp_path / "source"), tmp_path)
     rows = make_rows([np.arange(9)], [0], [9], np.arange(3)[None])
     runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)

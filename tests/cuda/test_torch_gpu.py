@@ -1,4 +1,4 @@
-"""Runtime torch on a GPU: graphs give what eager calls and chains give, tokens are the host's, nothing waits."""
+"""Runtime torch on a GPU: graphs and chains equal eager calls, tokens equal the host's, and nothing waits."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.support.torch_engines import open_torch_runner, write_torch_engine
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
 
 NUM_BLOCKS, BLOCK_SIZE = 80, 16
-NEAR_TIE = 1e-4  # leads within which a last bit of a logarithm may turn a token
-SLEEP_CYCLES = 50_000_000  # some 30 ms
+NEAR_TIE = 1e-4  # leads within which a logarithm's last bit may change a token
+SLEEP_CYCLES = 50_000_000  # about 30 ms
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
@@ -49,7 +49,7 @@ def runner(built: tuple[ModelEngine, Path, str]) -> Iterator[CudaRunner]:
 
 @contextmanager
 def never_waiting() -> Iterator[None]:
-    """Raises where torch would wait for the device."""
+    """Raises when torch waits for the device."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -66,7 +66,7 @@ def run_all(runner: CudaRunner, rows: RowBatch) -> torch.Tensor:
 
 
 def ragged_steps(seed: int) -> Iterator[RowBatch]:
-    """A prefill and decode steps of three sequences, whose buckets come again with other contents."""
+    """Yields a prefill and decode steps of three sequences, whose buckets recur with other contents."""
     rng = np.random.default_rng(seed)
     sequences = [rng.integers(0, 97, 90) for _ in range(3)]
     tables = rng.permutation(NUM_BLOCKS)[:18].reshape(3, 6)
@@ -102,7 +102,7 @@ def test_a_warm_call_waits_for_nothing(runner: CudaRunner) -> None:
 
 
 def test_the_host_may_run_far_ahead(runner: CudaRunner) -> None:
-    """More calls than there are staging areas are queued behind a stream that sleeps."""
+    """Queues more calls than there are staging areas behind a stream that sleeps."""
     rng = np.random.default_rng(4)
     table = rng.permutation(NUM_BLOCKS)[None, :6]
     calls = [make_rows([rng.integers(0, 97, 90)], [0], [3], table) for _ in range(12)]
@@ -116,7 +116,7 @@ def test_the_host_may_run_far_ahead(runner: CudaRunner) -> None:
 # -- sampling and draft loops ------------------------------------------------------------------------------------------
 @pytest.fixture
 def device() -> Iterator[torch.device]:
-    """With a stream of its own, as a share has; torch raises where it would wait for the device."""
+    """Yields the device with its own stream; torch raises when it waits for the device."""
     with torch.cuda.stream(torch.cuda.Stream()):
         yield torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_sync_debug_mode("default")

@@ -1,4 +1,4 @@
-"""The GPU runner on torch's CPU device: buckets, static tensors, shared pools, decode calls that the device fills."""
+"""The GPU runner on torch's CPU device: buckets, static tensors, shared pools, decode calls filled on the device."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_all(runner: CudaRunner, rows) -> torch.Tensor:
 
 
 class SpyProgram:
-    """A program that remembers what it was prepared with, and counts its launches."""
+    """A program that records its arguments and counts its launches."""
 
     packs_tables = True
 
@@ -104,7 +104,7 @@ def test_calls_of_one_bucket_are_prepared_once_and_large_ones_each_time(built: t
 
 
 def test_padding_changes_nothing(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:
-    """The same rows in buckets of different sizes: bounds that are exact, rounded up, and shared with others."""
+    """The same rows in buckets of different sizes: exact bounds, rounded ones, and a batch with other sequences."""
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, 97, 12) for _ in range(3)]
     tables = np.array([[4, 9, 2], [30, 11, 12], [21, 20, 6]])
@@ -201,7 +201,7 @@ def test_graphs_are_kept_for_good_and_further_calls_run_without() -> None:
 
     cache = CallCache(make, is_cuda=False, max_graphs=2, max_eager=2)
     bounds = [CallBounds(n, 1, 1, 8, 0, 0) for n in range(1, 6)]
-    for index in (0, 1, 2, 3, 2, 4, 3, 0, 1):  # 4 takes the place of 3, the one not used for the longest
+    for index in (0, 1, 2, 3, 2, 4, 3, 0, 1):  # 4 replaces 3, the least recently used
         assert cache.get(bounds[index])() == bounds[index]
     assert [each.num_rows for each in made] == [1, 2, 3, 4, 5, 4] and len(cache) == 4
     assert captured == [True, True, False, False, False, False], "what was captured stays"

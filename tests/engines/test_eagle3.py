@@ -176,7 +176,7 @@ def chain_of(runners: Runners, chunk: int, *, is_packed: bool) -> list[np.ndarra
             for first in range(0, 20, chunk)
         ]
         read = np.concatenate(parts, axis=1)
-        last = np.arange(1, len(group) + 1) * 20 - 1  # all is read again: the head's own rows need its hidden states
+        last = np.arange(1, len(group) + 1) * 20 - 1  # the head's own rows need its hidden states
         rows = make_rows([t[1:] for t in tokens], [0] * len(group), [20] * len(group), own, last)
         logits, hidden = runners.head.run_layer(rows, runners.head.run_segment(0, rows, None))
         steps = []
@@ -234,14 +234,14 @@ def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> No
     assert built.manifest.draft.weight_format.name == FLOAT32_WEIGHTS.name
     stored, built.reference.embedding = built.reference.embedding, built.reference.embedding.clone()
     with torch.no_grad():
-        for parameter in built.target_reference.parameters():  # `stored` is among them
+        for parameter in built.target_reference.parameters():  # including `stored`
             if parameter.ndim > 1:
                 parameter.copy_(parameter.bfloat16().float())
     runners = Runners(built.directory)
     tokens = np.random.default_rng(4).integers(0, VOCAB_SIZE, 14)
     joined = built.reference.joined(built.features(tokens))[:-1]
     logits = runners.read([tokens], [0], [13], np.arange(4)[None])
-    error = UNIT_ERROR if has_matrix_units() else MAX_ERROR  # of what the target computes of its halves
+    error = UNIT_ERROR if has_matrix_units() else MAX_ERROR  # of the target with halves
     assert not same_logits(logits, built.reference.run(tokens[1:], joined)[0], error)
     built.reference.embedding = stored
     assert same_logits(logits, built.reference.run(tokens[1:], joined)[0], error)

@@ -35,7 +35,7 @@ DIMENSIONS = [
 
 
 def config(family: str, sizes: str, **rest: Any) -> dict[str, Any]:
-    """sizes: in the order of DIMENSIONS."""
+    """Returns a config. sizes: in the order of DIMENSIONS."""
     dimensions = zip(DIMENSIONS, map(int, sizes.split()), strict=True)
     return {"model_type": family, "hidden_act": "silu", "rms_norm_eps": 1e-6, **dict(dimensions), **rest}
 

@@ -1,4 +1,4 @@
-"""`faser bench` on tiny engines: its files, its accounting, who takes part and when, and its words."""
+"""`faser bench` on tiny engines: its files, its accounting, its contestants and its words."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ engine_dir, questions = test_prompt_files.engine_dir, test_prompt_files.question
 
 @pytest.fixture(scope="module")
 def output(engine_dir: Path, questions: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One run, of which most tests here read the files."""
+    """Runs it once; most tests here read the files."""
     home = tmp_path_factory.mktemp("bench")
     options = BenchOptions(output=home, engine_dir=engine_dir, policies=CHOSEN, prompts=questions, seed=3, is_chat=True)
     run_bench(options, TINY, command="faser bench --test")
@@ -76,7 +76,7 @@ def test_every_contestant_has_a_row_per_load(bench):
     names = split_names(CHOSEN)
     assert closed == {(name, load, 0.8) for name in names for load in ("low", "middle", "saturating")}
     bursty = {row["policy"] for row in rows if row["load"] == "bursty"}
-    assert bursty == set(names) - {"fixed:4 (ping-pong)"}  # ablations sit out a short run's bursts
+    assert bursty == set(names) - {"fixed:4 (ping-pong)"}  # a short run has no bursty ablations
     assert all(name in row for row in rows for name in CONTRACT)
     assert all(row["repeats"] == 2 and row["num_different"] == 0 for row in rows)
     assert all(row["aa_spread"]["least"] <= row["aa_spread"]["median"] <= row["aa_spread"]["most"] for row in rows)
@@ -115,7 +115,7 @@ def test_results_are_given_by_category(bench):
 
 
 def test_the_oracle_drafts_what_it_saw_accepted(bench):
-    """After its warm-up every token that it drafts is kept, and its answers equal the others'."""
+    """After its warm-up every token that it drafts is accepted, and its answers equal the others'."""
     oracle = [row for row in bench["rows"] if row["policy"] == "oracle"]
     assert {row["load"] for row in oracle} == {row["load"] for row in bench["rows"]}
     assert all(row["row_layers_rejected"] == 0 for row in oracle if row["load"] != "bursty"), "no row in vain"

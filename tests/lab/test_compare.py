@@ -1,4 +1,4 @@
-"""`python -m lab.checks.compare`: contestants match their names, answers are equal, the page has a row of each."""
+"""`python -m lab.checks.compare`: contestants match their names, answers are equal, the page has a row for each."""
 
 from __future__ import annotations
 

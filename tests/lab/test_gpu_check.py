@@ -88,7 +88,7 @@ def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path: Path):
 
 # -- the harness -----------------------------------------------------------------------------------------------------
 def outcomes_of(*names: str, budget_s: float = 60.0, needs_gpu: bool = False) -> dict[str, Outcome]:
-    """The outcomes of the functions of gpu_check_parts as parts with limits of three seconds."""
+    """Returns the outcomes of gpu_check_parts' functions as parts with limits of three seconds."""
     outcomes: dict[str, Outcome] = {}
     parts = [Part(name, name, f"tests.support.gpu_check_parts:{name}", 3.0, needs_gpu) for name in names]
     run_parts(parts, Setting("cpu", is_tiny=True), budget_s, budget_s / 60, outcomes.__setitem__)

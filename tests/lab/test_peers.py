@@ -1,4 +1,4 @@
-"""`python -m lab.peers`: its command line, its layouts, and how peers are asked; the peers are stand-ins."""
+"""`python -m lab.peers`: its command line, its model formats, and its requests; the peers are fakes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_library_answers_from_a_process_of_its_own(tmp_path: Path):
     peer = Library(command, tokenizer, log)
     try:
         deadline = time.monotonic() + 10
-        while not is_stopped(peer.process.pid):  # it has no turn, and takes no core from others
+        while not is_stopped(peer.process.pid):  # halted, it takes no core from others
             assert time.monotonic() < deadline
             time.sleep(0.01)
         (first, _), _ = peer.run([job(), job(0.0, 1, 2, 3, 4, 5)], 1)
@@ -84,7 +84,7 @@ def test_a_library_answers_from_a_process_of_its_own(tmp_path: Path):
 
 
 class FakePeer:
-    """Answers at once and says how long it took: tokens/s by name."""
+    """A peer that answers at once and reports its time: tokens/s by name."""
 
     calls: ClassVar[list[tuple[str, int]]] = []
 
@@ -127,7 +127,7 @@ def test_pieces_take_turns_and_what_cannot_be_measured_is_named(tmp_path: Path, 
     assert [row["tokens_per_s"] for row in rows[3:5]] == pytest.approx([100, 200])
     assert rows[4]["ratios"] == [2.0, 2.0] and rows[6]["num_different"] == 8
     first = [name for name, count in FakePeer.calls if count == 1][:6]
-    assert first == ["ours", "alone"] * 2 + ["alone", "ours"]  # a warm-up, then another one begins
+    assert first == ["ours", "alone"] * 2 + ["alone", "ours"]  # a warm-up, then the order rotates
     page = (tmp_path / "peers.md").read_text()
     assert "- `llama`: fp16 weights. A peer." in page and "- `llama-int8` was not measured: M has no int8" in page
     assert "- `vllm` was not measured: not installed: x" in page

@@ -1,4 +1,4 @@
-"""`faser replay` against a real server: what it measures, refusals, an interrupt, bad options."""
+"""`faser replay` against a real server: its measurements, refusals, an interrupt, wrong options."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
         return answers[-1]
 
     monkeypatch.setattr(replay, "read_answer", read_and_interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `faser serve` leaves its own in a process
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `faser serve` leaves its own handler
     try:
         assert run_replay(options.model_copy(update={"trace": endless})) == 130
     finally:

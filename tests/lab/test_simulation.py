@@ -1,4 +1,4 @@
-"""The engine in virtual time: exact clocks, one text for every policy, nothing lost, a queue that textbooks know."""
+"""The engine in virtual time: exact clocks, one text for every policy, no losses, a queue known from textbooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def world(
     process: AcceptanceProcess | None = None, overhead: OverheadCost = FREE, num_kv_tokens: int = 4096, exits: int = 0
 ) -> World:
     """Target: 100 us and 10 us a row, draft: 20 us; on the split 200 us and 10 us a row, and 50 us."""
-    last = [call(0.0, 0.0)] * exits  # all of the time is in the first segment
+    last = [call(0.0, 0.0)] * exits  # the first segment takes all of the time
     costs = CostModel(
         {
             (TARGET, WHOLE): (call(100.0, 10.0), *last),

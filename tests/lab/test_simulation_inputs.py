@@ -67,7 +67,7 @@ def test_a_level_is_met_by_texts_that_it_was_not_adjusted_on(level):
 def test_the_fitted_process_accepts_as_the_held_out_texts_do(kind):
     judged = fitted_fits()[kind]["judged_by"]
     assert judged["process"]["mean_accepted"] == pytest.approx(judged["held_out_texts"]["mean_accepted"], rel=0.04)
-    # And what is stored is what the code gives.
+    # The stored values equal the code's.
     stored, is_match = judged["process"], demo_process(kind).sample(400, fitted_fits()["tokens_per_text"])[1]
     assert is_match.mean() == pytest.approx(stored["match_rate"][0], abs=2e-3)
 
@@ -85,7 +85,7 @@ def test_policies_are_told_the_truth_about_the_exit():
     world = roofline_world("h100", "qwen3-32b/0.6b", max_context=1000)
     (exit_,) = world.knowledge().exits
     assert exit_.retention == pytest.approx(RETENTION, abs=0.01)
-    # Of tokens with a refined chance near 0.7, 70 % are accepted.
+    # 70 % of tokens with a refined chance near 0.7 are accepted.
     margins, is_match, (exit_margins,) = world.process.sample(300, 100)
     knowledge = world.knowledge()
     assert set(knowledge.margins) == {"greedy", "sampled"}
@@ -97,7 +97,7 @@ def test_policies_are_told_the_truth_about_the_exit():
 
 
 def _curve(process, margins, is_match):
-    """Mean of matches by margin, in 40 equal parts."""
+    """Returns the mean of matches by margin, in 40 equal parts."""
     order = margins.argsort(axis=None)
     parts = np.array_split(order, 40)
     flat, match = margins.reshape(-1), is_match.reshape(-1)

@@ -1,4 +1,4 @@
-"""Training a draft head: the target's own dialogues, chains in training, and the checkpoint that engines take."""
+"""Training a draft head: the target's dialogues, chains in training, and the checkpoint that engines load."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_IDS = 60
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
-    """All stages, once, on a random target with 8 layers, a chat template, and end ids that come often."""
+    """Runs all stages once, on a random target with 8 layers, a chat template and frequent end ids."""
     root = tmp_path_factory.mktemp("train_head")
     write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS, eos_token_id=list(range(3, 13)))
     (root / "target" / "chat_template.jinja").write_text("token20{{ messages[0]['content'] }}token21")
@@ -64,7 +64,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
 
 
 def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> HeadOptions:
-    """The same options over a copy of these parts of the work folder."""
+    """Returns the same options over a copy of these parts of the work folder."""
     for name in names:
         source = trained.folder / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, work / name)
@@ -72,7 +72,7 @@ def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> Hea
 
 
 def test_dialogues_are_the_targets_words_and_states(trained: HeadOptions) -> None:
-    """Against a dense run of transformers: features, last hidden state, best tokens; greedy answers follow these."""
+    """Compares features, last hidden state and best tokens with a dense run; greedy answers follow these."""
     reference, corpus = reference_model(trained.target), Corpus(trained.dialogues)
     assert corpus.num_tokens >= trained.tokens
     dialogues = [shard[i] for shard in corpus.shards for i in range(len(shard))][:12]
@@ -83,10 +83,10 @@ def test_dialogues_are_the_targets_words_and_states(trained: HeadOptions) -> Non
             features = torch.cat([made.hidden_states[layer][0] for layer in (2, 4, 5)], dim=-1).numpy()
             normed = reference.model.norm(torch.from_numpy(dialogue.hidden).float()).numpy()
         assert np.abs(features - dialogue.features).max() < 0.02
-        assert np.abs(made.hidden_states[-1][0].numpy() - normed).max() < 0.02  # transformers gives it behind the norm
+        assert np.abs(made.hidden_states[-1][0].numpy() - normed).max() < 0.02  # transformers returns it after the norm
         assert (made.logits[0].argmax(-1).numpy() == dialogue.best_ids).all()
         start = dialogue.answer_start
-        assert dialogue.token_ids[start - 1] == 21  # what the template puts before an answer
+        assert dialogue.token_ids[start - 1] == 21  # the template's last token before an answer
         if dialogue.is_greedy:
             assert (dialogue.token_ids[start:] == dialogue.best_ids[start - 1 : -1]).all()
 
@@ -109,7 +109,7 @@ def test_draws_follow_the_distribution_and_top_p() -> None:
 
 
 def test_chains_in_training_are_chains_of_drafting(trained: HeadOptions, tmp_path: Path) -> None:
-    """Every row of every step equals the dense reference that goes on from its own output, one chain at a time."""
+    """Compares every row of every step with the dense reference on its own output, one chain at a time."""
     parts = read_target(trained.target)
     spec = head_spec(parts.spec, num_kv_heads=2, intermediate_size=40)
     head = new_head(parts, spec, np.arange(NUM_IDS), seed=0)
