@@ -71,7 +71,7 @@ class Agreeing(Built):
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     """Builds a head that is often right."""
-    return Agreeing(tmp_path_factory.mktemp("agreeing"), "torch")
+    return Agreeing(tmp_path_factory.mktemp("agreeing"))
 
 
 @pytest.fixture(scope="module")

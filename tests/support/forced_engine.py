@@ -19,8 +19,7 @@ from tests.support.forcing import Change, Forced
 from tests.support.harness import SPLIT, VOCAB, Driven, FakeEngine, drive, guessed, open_fake
 
 LAYERS = (2, 2, 2)
-# Trees run serially only.
-POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages() if name != "tree"]
+POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages()]
 LANES: dict[str, Callable[[], Lanes]] = {
     "verify first": lambda: SequentialLanes(verifies_first=True),
     "propose first": lambda: SequentialLanes(verifies_first=False),
