@@ -52,10 +52,7 @@ class Progress:
 
 
 class Objective:
-    """The target's probabilities over the ids that a head can draft, at every step of a chain.
-
-    token_ids [num_ids]: the target's ids of a head's logits.
-    """
+    """The target's probabilities over token_ids [num_ids], which a head can draft, at every step of a chain."""
 
     def __init__(self, target: TargetParts, token_ids: Tensor, device: torch.device, dtype: torch.dtype) -> None:
         self._device, self._dtype, self._eps = device, dtype, target.spec.rms_eps
