@@ -1,7 +1,7 @@
-"""Who may reach Triton's ports, and what opens its administration.
+"""Limits who can reach Triton's ports and its administration.
 
-Shared memory, model repository, trace and logging serve administrators and attackers (docs/security.md): they answer
-only who sends a key in a header. Inference, health, metadata, configurations and statistics stay open.
+The APIs of shared memory, model repository, trace and logging could be abused (docs/security.md), so they need a key in
+a header. Inference, health, metadata, configurations and statistics need none.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def restriction_options(key: str, also: tuple[str, ...] = ()) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class GrpcTls:
-    """Files by which Triton's gRPC port speaks TLS; with a root certificate, only to clients that have one of its."""
+    """The TLS files of Triton's gRPC port. With a root certificate, clients need a certificate that it signed."""
 
     cert: Path
     key: Path

@@ -1,8 +1,7 @@
-"""The composition root: an engine directory and a configuration become a running engine.
+"""Builds a running engine from an engine directory and a configuration.
 
-The only place that knows which runners, sampler and policies are put together; `serving/runtimes.py` says what
-stands behind a runtime's name. `assemble_on` needs no engine directory: it builds an engine from a given runtime
-and models, without a profile.
+Runners, sampler, proposer and policy are chosen here alone; `serving/runtimes.py` opens the runtime. `assemble_on`
+needs no engine directory and no profile: it takes an open runtime and its models.
 """
 
 from __future__ import annotations
@@ -48,8 +47,10 @@ SYSTEM_CLOCK = SystemClock()
 def open_engine(
     engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
 ) -> tuple[Engine, Callable[[], None]]:
-    """Loads and checks the directory, opens its runtime. Returns the engine, and what the thread that is going to step
-    it runs once before. Raises ManifestError or ConfigError."""
+    """Checks and loads an engine directory. Returns the engine, and a function that prepares it.
+
+    The thread that steps the engine calls that function once, first. Raises ManifestError or ConfigError.
+    """
     loading.log.info(loading.CHECKING)
     manifest = EngineManifest.load(engine_dir)
     loading.log.info("loading weights and kernels")
@@ -63,8 +64,7 @@ def open_engine(
 
 
 def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
-    """Opens an engine for the calling thread to step. Raises ManifestError, ConfigError or, if the warm-up fails,
-    FaserError."""
+    """Opens an engine for the calling thread to step. Raises ManifestError, ConfigError, and FaserError on warm-up."""
     engine, prepare = open_engine(engine_dir, config, clock)
     return _prepared(engine, prepare)
 
@@ -137,7 +137,7 @@ def assemble_on(
     nothing open.
     """
     check_call_limits(models, config)
-    runtime.bind_step_thread()  # what is loaded here is read by the steps
+    runtime.bind_step_thread()  # steps read the memory that is loaded here
     num_partitions = 1 + sum(split_name(*split) in policy.partitions for split in runtime.splits)
     num_blocks = choose_num_blocks(runtime, models, config, num_partitions)
     sampler = runtime.open_sampler(models.vocab_size, config.max_num_seqs)
@@ -181,8 +181,8 @@ def open_partitions(
 ) -> tuple[dict[str, Partition], Callable[[], None]]:
     """Returns the partitions by name, always including WHOLE, and a function that closes their lanes and runners.
 
-    is_drafting: without it, or without a draft model, there is nothing to overlap. names: partitions that are of
-    use; of the splits among them those that the runtime holds to be worth it are opened, and the log says why.
+    names: partitions that the policy uses. Of the splits among them, those are opened that the runtime offers; the log
+    says why. Only WHOLE is opened without is_drafting or a draft model, as nothing can overlap then.
     Raises ConfigError and leaves nothing open.
     """
     with ExitStack() as stack:
@@ -222,11 +222,11 @@ class _Opener:
         draft_model, (draft_share, target_share) = models.draft, split
         assert draft_model is not None
         lanes = self.runtime.open_lanes(draft_share, target_share)
-        self.stack.callback(lanes.close)  # should opening fail
+        self.stack.callback(lanes.close)  # if opening a runner fails
         target = lanes.on_target(lambda: self.runner(models.target, target_share, target_pool))
         draft = lanes.on_draft(lambda: self.runner(draft_model, draft_share, draft_pool))
         draft_loop = lanes.on_draft(lambda: self.runtime.open_draft_loop(draft, self.sampler))
-        self.stack.callback(lanes.close)  # before its runners: what is running ends first
+        self.stack.callback(lanes.close)  # before the runners, so that running calls end first
         return Partition(target, draft, lanes, draft_loop)
 
 
@@ -255,7 +255,7 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
 def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig, num_partitions: int = 1) -> int:
     """Returns blocks for max_num_seqs full contexts, or as many as fit the memory that the runtime leaves.
 
-    Raises ConfigError where not even one full context fits, which could deadlock.
+    Raises ConfigError if not even one full context fits, which could deadlock.
     """
     size = runtime.kv_block_size
     one_context = -(-models.max_context // size)

@@ -1,7 +1,7 @@
-"""The demo pair's engines: built on first use into a per-user cache, shared by every later start.
+"""Builds the demo pair's engines on first use into a per-user cache.
 
-The folder's name is a digest of the checkpoints, the builder's version and the runtime, so a changed checkpoint
-or an upgrade rebuilds it. Two processes at once: one builds, the other waits at the lock.
+The folder's name is a digest of the checkpoints, the builder's version and the runtime, so a changed checkpoint or an
+upgrade rebuilds it. Of two processes at once, one builds and the other waits at the lock.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from faser_backend.places import DEMO_PAIR
 from faser_backend.runtime_spec import DEFAULT_RUNTIME
 from faser_backend.version import VERSION
 
-MIN_FREE_BYTES = 1 << 20  # of a cache that may hold them already; building asks for what it needs
+MIN_FREE_BYTES = 1 << 20  # of the cache folder, even if nothing is built; a build checks for more
 REMEDY = "set XDG_CACHE_HOME to a folder that can be written to, or give --engine-dir"
 _FILES = ("config.json", "model.safetensors", "tokenizer.json")
-_MORE_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")  # where a pair has them
+_MORE_FILES = ("generation_config.json", "tokenizer_config.json", "chat_template.jinja")  # optional files of a pair
 
 
 def demo_engine_dir(
@@ -44,9 +44,9 @@ def demo_engine_dir(
         try:
             EngineManifest.load(directory)
         except ManifestError:
-            from faser_backend.engines.build import build_engines  # build-time code: only where it is needed
+            from faser_backend.engines.build import build_engines  # build-time code, imported only if needed
 
-            for left in cache.glob(f".{directory.name}.*"):  # by builds that were killed: we hold the lock
+            for left in cache.glob(f".{directory.name}.*"):  # of killed builds: this process holds the lock
                 shutil.rmtree(left, ignore_errors=True)
             build_engines(pair / "target", pair / "draft", directory, runtime=DEFAULT_RUNTIME, progress=progress)
     return directory

@@ -1,6 +1,6 @@
 """Selects the drafter of an engine: its draft model, n-grams of the text so far, or both.
 
-The choice is the configuration's (`draft`) and the manifest's (which models there are), made here and nowhere else.
+The choice depends on option `draft` and on the models in the manifest, and is made here alone.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
             "early_exit = 'on': an exit scores the candidates of a draft model, and n-grams draft here; use 'auto'"
         )
     if config.draft == BOTH and config.early_exit == "on":
-        raise ConfigError(f"early_exit = 'on' with draft = {BOTH!r}: exits rest beside chains of n-grams; use 'auto'")
+        raise ConfigError(f"early_exit = 'on' with draft = {BOTH!r}: n-gram chains have no exits; use 'auto'")
     if config.early_exit == "on" and config.policy != "none" and not manifest.exit_layers:
         raise ConfigError("early_exit = 'on': the engine has no exits; build it with --exit-layers, then profile it")
     return ModelPair(manifest.target, draft)
 
 
 def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
-    """Returns the knowledge of policies. Raises ConfigError, also if a profile does not fit.
+    """Returns the profile's knowledge for policies. Raises ConfigError, also if the profile does not fit.
 
-    Where n-grams draft, what was measured of the draft model does not hold: neither costs nor chances.
+    If n-grams draft, the measured costs and acceptance of the draft model are left out.
     """
     models = served_models(manifest, config)
     knowledge = load_knowledge(engine_dir, manifest)

@@ -1,7 +1,7 @@
-"""The thread that owns `Engine.step`, and the hub that routes outputs to their subscribers.
+"""Runs `Engine.step` on one thread, and routes requests to the engine and outputs to their subscribers.
 
-A subscriber is one front end: the engine's own process or another one behind a socket (link.py).
-Handing over is one queue put per subscriber and step; nothing that a client does can block a step.
+A subscriber is one frontend: of the engine's own process, or of another process behind a socket (triton/link.py).
+Each step puts one list per subscriber into a queue, so no client can block a step.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Deliver = Callable[[list[EngineOutput] | None], None]
 
 
 class Subscription:
-    """A subscription of one front end. `outputs` yields lists of EngineOutput, then None at the end.
+    """A subscription of one frontend. `outputs` yields lists of EngineOutput, then None at the end.
 
-    deliver: takes them instead of `outputs`, on the thread that makes them: it hands over and returns.
+    deliver: takes the lists instead of `outputs`. It is called on the step's thread and must not block.
     """
 
     def __init__(self, loop: EngineLoop, deliver: Deliver | None = None) -> None:
@@ -48,7 +48,7 @@ class Subscription:
         self._loop.end(request_id, FinishReason.STOPPED)
 
     def stop_client(self, client_id: str) -> None:
-        """Stops every request that was submitted under `client_id`, through any front end."""
+        """Stops every request that was submitted under `client_id`, through any frontend."""
         self._loop.stop_client(client_id)
 
     def close(self) -> None:
@@ -61,15 +61,14 @@ class _Route:
     subscriber: Subscription
     client_id: str
     num_output_tokens: int = 0
-    is_compiling: bool = False  # its grammar: the engine does not know the request yet
+    is_compiling: bool = False  # its grammar is being compiled; the engine has not got the request yet
 
 
 class EngineLoop:
-    """Runs steps until `close`. Request ids must be unique among all subscribers.
+    """A loop that runs steps until `close`. Request ids must be unique among all subscribers.
 
-    `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's
-    thread: they hand over and return. `on_stopped` is called there once the engine is broken and its
-    requests have been failed.
+    `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's thread and must not
+    block. `on_stopped` is called there after an error has broken the engine and failed its requests.
     """
 
     def __init__(
@@ -84,10 +83,12 @@ class EngineLoop:
         guides: GuideCompiler | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the engine is ready. prepare: runs before the first step, on the thread that steps: what threads
-        open for themselves on a device belongs to it. Where it raises, its error is raised here and the engine is
-        closed. guides: what compiles grammars; None: requests with a guide are refused. beat: called before every step
-        and several times a second without work."""
+        """Returns when the engine is ready.
+
+        prepare: runs on the step's thread before the first step, as devices open some handles per thread. Its error
+        closes the engine and is raised here. guides: compiles grammars; None refuses requests with a guide.
+        beat: called before every step, and several times a second without work.
+        """
         self.engine = engine
         self._guides = guides
         self._on_metrics = on_metrics
@@ -120,7 +121,7 @@ class EngineLoop:
             if request.request_id in self._routes:
                 raise FaserError(f"request id {request.request_id} is already in use")
             is_compiling = request.guide is not None and self._guides is not None
-            # Before a step can answer.
+            # The route must exist before a step can answer.
             self._routes[request.request_id] = _Route(subscriber, client_id, is_compiling=is_compiling)
         try:
             if request.guide is not None and self._guides is not None:
@@ -209,7 +210,7 @@ class EngineLoop:
             try:
                 outputs = self.engine.step() if self.engine.wait_for_work(IDLE_WAIT_S) else []
             except Exception as error:
-                # Engine.step fails single requests itself: what arrives here has broken the engine.
+                # Engine.step fails single requests itself, so this error has broken the engine.
                 _log.exception("the engine stopped")
                 self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                 self._fail_all(self._failure)
@@ -220,7 +221,7 @@ class EngineLoop:
             now_s = time.monotonic()
             if now_s >= next_metrics_s:
                 next_metrics_s = now_s + self._metrics_period_s
-                _told(self._on_metrics, replace(self.engine.metrics()))
+                _notify(self._on_metrics, replace(self.engine.metrics()))
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
         batches: dict[Subscription, list[EngineOutput]] = {}
@@ -233,9 +234,9 @@ class EngineLoop:
                 route.num_output_tokens += len(output.token_ids)
                 if output.is_final:
                     del self._routes[output.request_id]
-                    _told(self._on_finished, output, route.num_output_tokens)
+                    _notify(self._on_finished, output, route.num_output_tokens)
         for subscriber, batch in batches.items():
-            _told(subscriber.deliver, batch)
+            _notify(subscriber.deliver, batch)
 
     def _fail_all(self, message: str) -> None:
         with self._lock:
@@ -247,9 +248,9 @@ class EngineLoop:
             route.subscriber.deliver([failed])
 
 
-def _told(listener: Callable[..., None], *news: object) -> None:
+def _notify(listener: Callable[..., None], *arguments: object) -> None:
     """Calls a listener. Logs its errors, so that the loop goes on."""
     try:
-        listener(*news)
+        listener(*arguments)
     except Exception:
         _log.exception("a listener of the engine loop failed")

@@ -1,5 +1,6 @@
-"""The phases of loading a model: told through the standard logger `faser.loading`, in whichever process loads, and
-shown by commands. Below warnings, so that programs which import this package see nothing.
+"""Reports the phases of loading a model through the logger `faser.loading`, and shows them on a terminal.
+
+The reports are below the level of warnings, so programs that import this package print nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 CHECKING = "checking the engine's files"
-LOADING_FILE = "faser-loading"  # in a server's launch folder: what its engine is doing
+LOADING_FILE = "faser-loading"  # in a server's launch folder: the phase of its engine
 log = logging.getLogger("faser.loading")
 
 
@@ -32,12 +33,12 @@ class _Calls(logging.Handler):
 class PhaseDisplay:
     """Prints a line per phase: on a terminal with its duration, elsewhere with its start time."""
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """tell: receives the lines instead, without times."""
-        self._start_s, self._now, self._tell = time.monotonic(), "", tell
+    def __init__(self, log_line: Callable[[str], None] | None = None) -> None:
+        """log_line: receives the lines instead, without times."""
+        self._start_s, self._now, self._log_line = time.monotonic(), "", log_line
         columns = SpinnerColumn(finished_text=" "), TimeElapsedColumn(), TextColumn("{task.description}")
         console = Console(stderr=True)
-        self._live = Progress(*columns, console=console) if console.is_terminal and tell is None else None
+        self._live = Progress(*columns, console=console) if console.is_terminal and log_line is None else None
         if self._live is not None:
             self._live.start()
 
@@ -49,8 +50,8 @@ class PhaseDisplay:
         self._now = what
         if self._live is not None:
             self._live.add_task(escape(what), total=1)
-        elif self._tell is not None:
-            self._tell(what)
+        elif self._log_line is not None:
+            self._log_line(what)
         else:
             print(f"{time.monotonic() - self._start_s:5.1f} s  {what}", file=sys.stderr, flush=True)
 
@@ -65,8 +66,8 @@ class PhaseDisplay:
 
 
 @contextmanager
-def told_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator[None]:
-    """PhaseDisplay of this process go to `call` as well, and warnings of them. lowest: the level from which they do."""
+def reporting_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator[None]:
+    """Passes this process's phases and warnings about loading to `call` too. lowest: the lowest level passed on."""
     handler, level = _Calls(call, lowest), log.level
     log.addHandler(handler)
     log.setLevel(logging.INFO)
@@ -78,12 +79,11 @@ def told_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator
 
 
 @contextmanager
-def shown_phases(tell: Callable[[str], None] | None = None, *, in_pipes: bool = True) -> Iterator[PhaseDisplay]:
-    """Shows the phases of this process until the end, or `end`. in_pipes: also where nobody sits at a terminal; else
-    only warnings, such as that kernels are compiled."""
-    phases, log.propagate = PhaseDisplay(tell), False
+def shown_phases(log_line: Callable[[str], None] | None = None, *, in_pipes: bool = True) -> Iterator[PhaseDisplay]:
+    """Shows the phases of this process. in_pipes: without a terminal too; otherwise only warnings are shown then."""
+    phases, log.propagate = PhaseDisplay(log_line), False
     try:
-        with told_to(phases.begin, logging.INFO if in_pipes or sys.stderr.isatty() else logging.WARNING):
+        with reporting_to(phases.begin, logging.INFO if in_pipes or sys.stderr.isatty() else logging.WARNING):
             yield phases
     finally:
         log.propagate = True
@@ -95,8 +95,8 @@ def written_phases(folder: Path) -> Iterator[None]:
     """Writes the phase of this process to the launch folder of its server."""
 
     def write(what: str) -> None:
-        with suppress(OSError):  # a full disk: nobody is told
+        with suppress(OSError):  # a full disk: the phase is not shown
             (folder / LOADING_FILE).write_text(what)
 
-    with told_to(write):
+    with reporting_to(write):
         yield

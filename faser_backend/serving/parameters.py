@@ -1,4 +1,4 @@
-"""The options of served models and servers, beside those of the engine (core/config.py).
+"""Declares the options of served models and servers. core/config.py has those of the engine.
 
 Names follow TensorRT-LLM's backend where it has the option. In a config.pbtxt, a value that is empty or left as
 `${name}` is unset.
@@ -62,7 +62,7 @@ class PromptOptions(OptionTable):
 class ServingOptions(PromptOptions):
     """The options of the engine's model, besides decoding."""
 
-    # This engine batches in flight and does nothing else.
+    # The engine supports inflight batching only.
     gpt_model_type: Literal["inflight_batching", "inflight_fused_batching"] = "inflight_fused_batching"
     max_tokens_in_paged_kv_cache: int | None = Field(default=None, ge=1)  # bounds the KV pool
     out_of_vocab: Literal["reject", "clamp"] = option("reject", "Reject or clamp unknown token ids.", CONTRACT)
@@ -76,7 +76,7 @@ class ServingOptions(PromptOptions):
 
 
 class ServeOptions(OptionTable):
-    """The options of Triton's process: where it listens, and to whom."""
+    """The options of Triton's process: its addresses, and who may use them."""
 
     http_port: int = option(8000, "Listen for HTTP on this port.", SERVER)
     grpc_port: int = option(8001, "Listen for gRPC on this port.", SERVER)
@@ -100,7 +100,7 @@ class ServeOptions(OptionTable):
 
     @cached_property
     def admin_key(self) -> str:
-        """The key in --admin-key-file, else a random one that nobody learns. Raises ConfigError."""
+        """The key in --admin-key-file, else a random, secret one. Raises ConfigError."""
         return random_key() if self.admin_key_file is None else read_admin_key(self.admin_key_file)
 
     @property

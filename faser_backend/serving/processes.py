@@ -13,15 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-PARENT_POLL_S = 0.5  # between two looks of a model's process at its parent
+PARENT_POLL_S = 0.5  # between two checks of a model's process for its parent
 _LIBC = ctypes.CDLL(None)  # opened here: after a fork, the loader's lock may be held
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """From now on the kernel sends this process a signal, by default one that kills it whatever it is at, when the
-    *thread* that started it ends. One system call: it may stand between fork and exec. It lasts as long as the thread
-    that calls it."""
+    """Lets the kernel send this process a signal, by default SIGKILL, when the *thread* that started it ends.
+
+    This is one system call, so it may be used between fork and exec. It holds as long as the calling thread lives.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
@@ -29,8 +30,8 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
 def terminable() -> Iterator[None]:
     """Makes SIGINT and SIGTERM raise KeyboardInterrupt in the main thread; in other threads it has no effect.
 
-    Within a call of CPU kernels the interrupt waits until the call returns: its other threads would wait at a barrier
-    for ever.
+    Within a call of CPU kernels the interrupt waits until the call returns. Otherwise the call's other threads would
+    wait at a barrier for ever.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -60,8 +61,7 @@ def terminable() -> Iterator[None]:
 
 
 def is_child_of_main_thread(parent: int) -> bool:
-    """Returns whether this process now belongs to the main thread of its parent, which ends no sooner than that does. A
-    thread's children pass to the main thread when it ends."""
+    """Returns whether this process belongs to its parent's main thread, as children of ended threads do too."""
     try:
         return str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
     except OSError:
@@ -69,7 +69,7 @@ def is_child_of_main_thread(parent: int) -> bool:
 
 
 def children(pid: int) -> list[int]:
-    """Returns the processes that pid started and that still run."""
+    """Returns the running processes that pid started."""
     return [child for child, parent in _parents().items() if parent == pid]
 
 
@@ -79,7 +79,7 @@ def is_running(pid: int) -> bool:
 
 
 def arguments(pid: int) -> list[str]:
-    """Returns its command line, empty if it has ended."""
+    """Returns the command line of a process, empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
     except OSError:
@@ -92,13 +92,13 @@ def is_stopped(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Returns the processor time of it and of its children that have ended (compilers), 0 where it has ended."""
+    """Returns the CPU seconds of a process and of its ended children; 0 if it has ended."""
     ticks = _state(pid)[11:15]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 def started_s(pid: int) -> float:
-    """Returns when it was started, as time.time() counts; infinity if it has ended."""
+    """Returns the start time of a process in seconds of time.time(); infinity if it has ended."""
     ticks = _state(pid)[19:20]
     booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
     return booted_s + int(ticks[0]) / os.sysconf("SC_CLK_TCK") if ticks else float("inf")

@@ -1,7 +1,7 @@
-"""`profile.json`: fitted costs, chances of acceptance and where they were measured; validated when read.
+"""Reads and writes `profile.json`: fitted costs, chances of acceptance, and where they were measured.
 
-A profile speaks for one engine directory on one machine with one set of versions. Anything else is
-refused with what differs; an engine without a profile gets the default model.
+A profile holds for one engine directory on one machine with one version. A profile of another is refused with the
+differences. An engine without a profile gets the default cost model.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ _SHOWN = {
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The range of a profile: a device by the facts that its runtime names, a version, an engine's files."""
+    """The device, version and engine files that a profile holds for."""
 
-    device: dict[str, str | int]  # and how the engine keeps keys and values on it
+    device: dict[str, str | int]  # facts of runtimes.identity_of, and the format of the KV cache
     faser: str
     files: dict[str, str]  # name -> sha256 of segments and weights, from the manifest
 
@@ -70,7 +70,7 @@ class Fingerprint:
         return {**self.device, "faser": self.faser, "files": self.files}
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Returns the differences of `other`, in words."""
+        """Returns the differences from `other` in words, none if the profile fits."""
         mine, others = ({**each.device, "faser": each.faser} for each in (self, other))
         found = [
             f"{_SHOWN.get(name, name)} {mine.get(name, 'unknown')} instead of {others.get(name, 'unknown')}"
@@ -85,7 +85,7 @@ class Fingerprint:
 class FitError:
     """The error of the fit of one model on one partition, over whole calls: MAPE in percent.
 
-    spread_percent: the median case's distance between quartiles, i.e. how restless the machine was.
+    spread_percent: the median over cases of the interquartile range, which shows the machine's noise.
     """
 
     model: str
@@ -101,7 +101,7 @@ class FitError:
 class ReliabilityBin:
     """Held-out tested tokens of one bin of draft margins: mean predicted and observed chance."""
 
-    margin: float  # where the bin starts
+    margin: float  # the start of the bin
     predicted: float
     observed: float
     num_tested: int
@@ -234,7 +234,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
-    if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a link that leads nowhere is a mistake
+    if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a broken link is an error
         sizes = map(_size_of, _models(manifest).values())
         return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
     profile = load_profile(engine_dir, manifest)
@@ -259,7 +259,7 @@ def is_padded(manifest: EngineManifest) -> bool:
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:
-    """[max_context + 1]: columns of keys that a call reads for a sequence of so many tokens."""
+    """Returns the columns of keys that a call reads, by the sequence's number of tokens [max_context + 1]."""
     max_context = ModelPair(manifest.target, manifest.draft).max_context
     columns = (key_columns_of(manifest.runtime, n, manifest.kv_block_size) for n in range(max_context + 1))
     return np.fromiter(columns, np.float64)

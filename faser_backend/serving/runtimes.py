@@ -1,6 +1,6 @@
-"""Opens the runtimes that manifests name (faser_backend/runtime_spec.py).
+"""Opens the runtime that a manifest names (faser_backend/runtime_spec.py).
 
-GPU runtimes are imported where they are asked for: a CPU's engine never loads torch or a CUDA library.
+GPU runtimes are imported only when they are opened, so an engine on a CPU never loads torch or a CUDA library.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
 
 
 def identity_of(runtime: str) -> dict[str, str | int]:
-    """Returns the facts that decide how long its calls take on this machine, without opening the device."""
+    """Returns the facts about this machine that decide how long calls take, without opening the device."""
     if RUNTIMES[runtime].is_cpu:
         return cpu_identity()
     from faser_backend.cuda.identity import gpu_identity
@@ -47,6 +47,6 @@ def identity_of(runtime: str) -> dict[str, str | int]:
 def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
     """Returns the columns of keys that a call reads for a sequence of num_tokens tokens."""
     num_blocks = -(-num_tokens // kv_block_size)
-    if RUNTIMES[runtime].is_gathered:  # it gathers what the block table has columns for
+    if RUNTIMES[runtime].is_gathered:  # it gathers all columns of the block table
         num_blocks = 1 << max(num_blocks - 1, MIN_TABLE_BLOCKS - 1).bit_length()
-    return num_blocks * kv_block_size  # attention of ours reads the blocks that there are
+    return num_blocks * kv_block_size  # other runtimes read the allocated blocks alone

@@ -1,6 +1,6 @@
-"""`ServedModel`: an engine's model as the programs that read clients' requests see it.
+"""Describes a served model to the programs that read requests: tokenizer, limits and end tokens.
 
-The engine's process makes one and sends it to the frontends (triton/link.py); the OpenAI server and the Python API make
+The engine's process sends a `ServedModel` to the frontends (triton/link.py). The OpenAI server and the Python API make
 their own from the engine directory.
 """
 
@@ -14,7 +14,7 @@ from faser_backend.text.guides import GuideCompiler
 from faser_backend.text.tokenizer import TextTokenizer
 
 MIN_TEXT_BYTES = 64 << 10
-MAX_TOKEN_BYTES = 16  # bytes per token of a text that fits the context, however long the longest token is
+MAX_TOKEN_BYTES = 16  # bytes per token that a text may have at most, even if the vocabulary has longer tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class ServedModel:
     limits: Limits
     end_ids: tuple[int, ...]
     kv_block_size: int
-    max_text_bytes: int  # of one prompt or conversation, before it is tokenised
+    max_text_bytes: int  # of one prompt or conversation before it is tokenised
 
     @classmethod
     def of(

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans of requests that have ended, sent to a collector by the kept SDK (extra `tracing`).
+"""Sends OpenTelemetry spans of ended requests to a collector (extra `tracing`).
 
-A span per request, after the conventions for generative models, with children `queue`, `prefill` and `decode` for each
-sequence. Nothing is traced while a request runs: spans are made of the times that the engine notes anyway, and a thread
-of the SDK sends them. Where the collector does not keep up, the SDK drops spans and logs it.
+Each request has a span after the conventions for generative models, with children `queue`, `prefill` and `decode` per
+sequence. Spans are made after the request, from times that the engine records anyway; a thread of the SDK sends them.
+If the collector is too slow, the SDK drops spans and logs it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.request_life import CONTEXT_HEADERS, RequestLife, SequenceLife
 
 TRACING_EXTRA = "pip install 'faser-backend[tracing]'"
-EXPORT_TIMEOUT_S = 2.0  # of one delivery: a server that ends does not wait longer for its collector
+EXPORT_TIMEOUT_S = 2.0  # of one export; a server that ends waits no longer
 CLOSE_MS = 1500
 
 
@@ -39,11 +39,10 @@ def forward_options() -> list[str]:
 
 
 class Tracing:
-    """Makes and sends the spans of one process. `tell` is a request_life.Listener."""
+    """Makes and sends the spans of one process. `trace` is a request_life.Listener."""
 
     def __init__(self, endpoint: str, model: str, *, processor: Any = None) -> None:
-        """endpoint: of check_endpoint; spans go to its /v1/traces. model: as requests are told to ask for it.
-        processor: what takes spans instead, for tests."""
+        """endpoint: from check_endpoint. model: its name in spans. processor: receives spans instead, for tests."""
         check_endpoint(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -59,7 +58,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("faser", names["service.version"])
         self._model = model
 
-    def tell(self, life: RequestLife) -> None:
+    def trace(self, life: RequestLife) -> None:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -76,16 +75,16 @@ class Tracing:
         if span.is_recording():
             within = set_span_in_context(span)
             for index, sequence in enumerate(life.sequences.values()):
-                self._tell_phases(sequence, {"faser.sequence": index}, within, epoch_ns)
+                self._trace_phases(sequence, {"faser.sequence": index}, within, epoch_ns)
         span.end(epoch_ns + life.ended_ns)
 
-    def _tell_phases(self, sequence: SequenceLife, names: dict[str, Any], within: Any, epoch_ns: int) -> None:
+    def _trace_phases(self, sequence: SequenceLife, names: dict[str, Any], within: Any, epoch_ns: int) -> None:
         stats = sequence.stats
         if stats is None:
             return
         times = (stats.arrival_ns, stats.first_scheduled_ns, stats.first_token_ns, stats.last_token_ns)
         for name, start_ns, end_ns in zip(("queue", "prefill", "decode"), times, times[1:], strict=False):
-            if not end_ns:  # it ended before
+            if not end_ns:  # the sequence ended before this phase
                 return
             span = self._tracer.start_span(name, within, attributes=names, start_time=epoch_ns + start_ns)
             for time_ns, num_tokens in sequence.rounds if name == "decode" else ():
@@ -99,7 +98,7 @@ class Tracing:
 
 
 def request_attributes(life: RequestLife, model: str) -> dict[str, Any]:
-    """Returns attributes in the conventions for generative models; other ones begin with `faser.`."""
+    """Returns attributes after the conventions for generative models; all others begin with `faser.`."""
     sequences = list(life.sequences.values())
     found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion",

@@ -1,8 +1,8 @@
 """Warms up a GPU engine before its first request: captures every graph and runs some batches.
 
-On the thread that is going to step, for what libraries open per thread is opened here. Which calls there can be is
-known beforehand, so that no client waits for a capture; the batches show that all of it runs, and compile what is no
-model's call. What is decoded is thrown away; policies and metrics learn nothing of it.
+It runs on the thread that steps, as libraries open some handles per thread. All possible calls are known beforehand,
+so no client waits for a capture. The batches check that everything runs and compile the remaining kernels. Their output
+is dropped; policies and metrics do not see it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 
 _log = logging.getLogger(__name__)
-NUM_TOKENS = 24  # of every answer: a few rounds of each policy, for the second call of a shape captures it
+NUM_TOKENS = 24  # per answer: some steps of each policy, because the second call of a shape captures it
 NUM_PROMPT_TOKENS = 16
 TEMPERATURES = (0.0, 0.8)
 

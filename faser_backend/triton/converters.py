@@ -1,4 +1,4 @@
-"""The `preprocessing` and `postprocessing` models as functions on arrays, one row per prompt."""
+"""Converts the tensors of models `preprocessing` and `postprocessing`, one row per prompt."""
 
 from __future__ import annotations
 

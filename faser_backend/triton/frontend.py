@@ -1,9 +1,9 @@
 """The frontend of one model: reads requests, submits them to the engine, and answers from a single sender thread.
 
-The sender takes all outputs that wait, merges them per sequence, detokenises and sends one response per sequence: a
-slow server makes fewer, larger responses, and no queue grows. A second thread polls for cancelled clients. Requests
-with short texts are read on the caller's thread, in order; long texts on two other threads, so that tokenising one
-delays no other request. `InflightBatcherContract` parses requests and makes replies; `Responder` sends to Triton.
+The sender takes all waiting outputs, merges them per sequence, and sends one response per sequence. So a slow server
+makes fewer, larger responses, and no queue grows. A second thread polls for cancelled clients. Short texts are read on
+the caller's thread, in order; two other threads read long texts, so that tokenising one delays no other request.
+`InflightBatcherContract` parses requests and makes replies; `Responder` sends to Triton.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _Exchange:
 
 
 class Frontend:
-    """Serves the requests of one model until `close`. Thread-safe.
+    """A frontend that serves the requests of one model until `close`. Thread-safe.
 
     on_answered: called on the sender thread with every request that was answered without an error.
     listeners: called with every request that has ended, refused ones too, on any of the frontend's threads.
@@ -226,7 +226,7 @@ class Frontend:
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
-            with contextlib.suppress(FaserError):  # the engine is gone: the sender notices too
+            with contextlib.suppress(FaserError):  # the engine is gone; the sender thread notices it
                 self._link.cancel(request_id)
 
     # -- the sender thread ------------------------------------------------------------------------
@@ -362,7 +362,7 @@ class Frontend:
 
 
 def _is_cancelled(responder: Responder) -> bool:
-    """Tells whether the client has cancelled, or its state cannot be read."""
+    """Returns whether the client has cancelled, or its state cannot be read."""
     try:
         return responder.is_cancelled()
     except Exception:
@@ -371,7 +371,7 @@ def _is_cancelled(responder: Responder) -> bool:
 
 
 class LongTexts:
-    """Runs the reading of requests: short texts at once, long ones on threads of its own. Thread-safe."""
+    """A reader of requests: short texts at once, long texts on its own threads. Thread-safe."""
 
     def __init__(self, max_waiting: int) -> None:
         """max_waiting: long texts that may wait; 0: any number."""

@@ -1,7 +1,7 @@
-"""Heartbeats of the loops in the server's processes, and the watch with which `faser serve` finds hung processes.
+"""Finds hung processes of a server: loops count heartbeats, and `faser serve` watches the counters.
 
-A stopped process, or a loop that waits forever, looks alive from outside, and its requests would wait as long. A
-heartbeat is a counter in shared memory, so that no disk can delay a loop.
+A stopped process, or a loop that waits for ever, looks alive from outside while its requests hang. Counters lie in
+shared memory, so no disk can delay a loop.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Heartbeat:
             _COUNT.pack_into(self._memory, 0, self._count)
 
     def _open(self, path: Path) -> None:
-        # With the first beat, as an engine may load for minutes before.
+        # Opened with the first beat, as an engine may load for minutes before.
         try:
             with path.open("xb+", buffering=0) as file:
                 file.write(bytes(_COUNT.size))  # allocates now: a later write to a full /dev/shm is fatal

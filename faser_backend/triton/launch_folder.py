@@ -1,7 +1,6 @@
-"""The folder that `faser serve` makes for one server, the drain of an engine by files in it, and the removal of what
-killed servers left.
+"""Makes the launch folder of one `faser serve`, drains engines by files in it, and removes what killed servers left.
 
-A drain is asked for by a file, because a signal reaches no Python code in a model's process while Triton's stub waits.
+A file requests the drain, because Python in a model's process runs no signal handler while Triton's stub waits.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from faser_backend.serving.processes import running, started_s
 
 PREFIX = "faser-serve-"  # of the folder and of its server's shared memory
 SHARED_MEMORY = Path("/dev/shm")
-MIN_BYTES = 1 << 20  # free: for configurations, links and the first lines of a log
+MIN_BYTES = 1 << 20  # free space for configurations, links and the start of a log
 LOCK_FILE = "owner"  # locked as long as its `faser serve` runs
 DRAIN_FILE = "faser-drain"  # its existence asks for a drain
 POLL_S = 0.1

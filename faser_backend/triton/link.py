@@ -1,9 +1,9 @@
 """Connects a frontend in another process to the engine: a Unix socket, commands one way and events the other.
 
-Triton forwards a cancelled request only to the model that the client called: inside an ensemble the running step would
-never learn of it. So every text model is a process with a frontend that tokenises, detokenises and answers, and token
-ids cross this link. Messages are MessagePack in frames of limited size, read back against the types that the reader
-expects: nothing in them can execute. The socket lies in a folder that only this user can enter.
+Triton forwards a cancellation only to the model that the client called, so an ensemble's inner model would never get
+it. Every text model is therefore a process with a frontend that tokenises and answers, and token ids cross this link.
+Messages are MessagePack in frames of limited size. They are read against the types that the reader expects, so nothing
+in them can execute. The socket lies in a folder that only this user can enter.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_COMMAND_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and its fields
 MAX_EVENT_BYTES = 3 << 30  # of a frame from the engine: the logits of one output
 _LENGTH = struct.Struct(">Q")
-_CHUNK = 1 << 20  # memory grows with the bytes received, not with the length in a header
+_CHUNK = 1 << 20  # bytes per read: memory grows with the bytes received, not with the length in a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def socket_id(path: Path) -> tuple[int, ...]:
 
 
 class LinkServer:
-    """Accepts frontends and gives each its own subscription to the engine.
+    """A server that accepts frontends and gives each its own subscription to the engine.
 
     Its socket replaces an earlier engine's at the same path, and the frontends of that engine reconnect here.
     """
@@ -194,7 +194,7 @@ class LinkServer:
 
     @property
     def is_superseded(self) -> bool:
-        """Whether another engine's socket has replaced this one."""
+        """True once another engine's socket has replaced this one."""
         return socket_id(self._path) not in ((), self._id)
 
     def wait_for_disconnects(self, timeout_s: float) -> None:
@@ -244,7 +244,7 @@ class LinkServer:
             while (data := frames.receive()) is not None:
                 self._execute(subscription, unpack(Command, data))
         except (FrameError, PackingError) as error:
-            # The peer is no frontend of this version.
+            # The peer has another version, or is no frontend.
             _log.warning("disconnecting a frontend that sent an invalid frame: %s", error)
             with contextlib.suppress(FaserError, OSError):
                 frames.send(pack(Event(error=error.failure)))
@@ -260,7 +260,7 @@ class LinkServer:
                 raise PackingError("Command.request = None: submit needs a request")
             self._submit(subscription, command.request, command.id)
         else:
-            getattr(subscription, command.verb)(command.id)  # one of three names: unpack has checked it
+            getattr(subscription, command.verb)(command.id)  # unpack has checked that it is one of three names
 
     def _submit(self, subscription: Subscription, request: Request, client_id: str) -> None:
         try:
@@ -302,7 +302,7 @@ class LinkServer:
 
 
 def _has_logits(batch: list[EngineOutput]) -> bool:
-    """Tells whether a batch holds logits, of which a frame takes one output's alone."""
+    """Returns whether a batch holds logits; a frame holds those of one output at most."""
     return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
 
 
@@ -311,8 +311,7 @@ def _logits_field(output: EngineOutput) -> str:
 
 
 class SocketLink:
-    """A frontend's end of the link. Raises UnavailableError if no engine answers within `timeout_s`, or the FaserError
-    that the engine sends."""
+    """A frontend's end of the link. Raises UnavailableError if no engine answers in time, or the engine's error."""
 
     def __init__(self, path: Path, timeout_s: float) -> None:
         self.outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
@@ -414,7 +413,7 @@ def unpack(kind: type[T], data: bytes | bytearray) -> T:
     """Returns the dataclass `kind` in data. Raises PackingError with the field, its value and the limit."""
     try:
         plain = msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:  # the library raises a dozen classes, ValueError and plain Exception among them
+    except Exception as error:  # the library raises many classes, plain Exception among them
         reason = str(error) or type(error).__name__
         raise PackingError(f"{kind.__name__}: {len(data)} bytes that are no MessagePack ({reason})") from None
     return _reader(kind)(plain, kind.__name__)
@@ -560,7 +559,7 @@ def _dataclass_reader(kind: type) -> _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _TokenizerSource:
-    """A tokenizer on its way through the link: the receiver loads the file."""
+    """A tokenizer as the link sends it: the receiver loads the file."""
 
     file: Path
     prompts: PromptFormat

@@ -1,4 +1,4 @@
-"""The `llmapi` contract: one text model without a batch dimension, as TensorRT-LLM's LLM API serves it.
+"""Speaks the `llmapi` contract: one text model without a batch dimension, as TensorRT-LLM's LLM API serves it.
 
 Translates names and shapes to and from the inflight batcher's contract, which checks the values. Two meanings differ:
 a temperature alone turns sampling on, and streamed responses carry all text so far.

@@ -1,7 +1,7 @@
-"""The Python-backend models of model_repo/: the engine's, the text models and the two converters.
+"""The Python-backend models of model_repo: the engine's model, the text models and the two converters.
 
-Runs inside Triton's Python stub only, one process per model. Requests are answered later through response senders, in
-decoupled and in unary mode alike: `execute` returns at once, and requests run side by side.
+Triton's Python stub runs each model in its own process. `execute` returns at once; response senders answer later, in
+decoupled and in unary mode, so requests run concurrently.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ from faser_backend.triton.tensor_io import NamedArray
 from faser_backend.triton.tensors import JSON_ERRORS
 
 _log = logging.getLogger(__name__)
-MAX_LONG_TEXTS = 256  # waiting for a converter
-ANSWER_S = 0.5  # for a broken engine's requests to be answered
+MAX_LONG_TEXTS = 256  # that may wait for a converter
+ANSWER_S = 0.5  # time to answer the requests of a broken engine
 FOLLOW_POLL_S = 0.1  # between two checks for a new engine
-MOVE_S = 60.0  # for a replaced engine to answer its last requests
-RETIRE_S = 5.0  # for Triton to send requests to a new engine that is ready instead of this one
-ENGINE_TIMEOUT_S = 60.0  # Triton accepts requests once every model is loaded, the engine's among them
+MOVE_S = 60.0  # time for a replaced engine to answer its last requests
+RETIRE_S = 5.0  # time for Triton to send new requests to the new engine
+ENGINE_TIMEOUT_S = 60.0  # time for the engine to load; Triton loads models one by one
 TRITON_CODES = {
     ErrorCode.INVALID: "INVALID_ARG",
     ErrorCode.TOO_LONG: "INVALID_ARG",
@@ -60,10 +60,10 @@ _FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 class TritonResponder:
-    """One request's response sender (frontend.Responder).
+    """A response sender of one request (frontend.Responder).
 
-    Triton frees a request's state with its last response: a cancellation poll at that moment would crash the whole
-    server. The lock keeps the two apart.
+    Triton frees a request's state with its last response, and polling for its cancellation at that moment would crash
+    the server. The lock separates the two.
     """
 
     def __init__(self, request: Any, *, sends_json: bool = False) -> None:
@@ -95,10 +95,10 @@ class TritonResponder:
 
 
 class ConfiguredModel:
-    """The configuration that all models share.
+    """The base class of all models: reads their configuration.
 
-    Parameters decide the batch size and the transaction policy. `faser serve` writes both into config.pbtxt; a server
-    that was started otherwise calls `auto_complete_config`.
+    Parameters set the batch size and the transaction policy. `faser serve` writes both into config.pbtxt; other servers
+    call `auto_complete_config`.
     """
 
     @staticmethod
@@ -152,7 +152,7 @@ class ServingModel(ConfiguredModel):
         endpoint = self._options.otlp_endpoint
         if endpoint is not None and self._tracing is None:
             self._tracing = Tracing(endpoint, model.name)
-        return [*listeners, self._tracing.tell] if self._tracing is not None else listeners
+        return [*listeners, self._tracing.trace] if self._tracing is not None else listeners
 
     def _serve(self, requests: list[Any]) -> None:
         for request in requests:
@@ -173,7 +173,7 @@ class ServingModel(ConfiguredModel):
 class TextModel(ServingModel):
     """`ensemble` and `tensorrt_llm_bls`: text in, text out, by the engine in model `tensorrt_llm`.
 
-    When that model is reloaded, new requests go to the new engine, and the old one answers those that it has.
+    After a reload of that model, new requests go to the new engine, and the old engine answers its own.
     """
 
     def initialize(self, args: dict[str, str]) -> None:
@@ -222,7 +222,7 @@ class TextModel(ServingModel):
         try:
             fresh, beat = self._connect()
         except (FaserError, OSError, EOFError) as error:
-            _log.warning("a new engine is there but cannot be reached yet: %s", error)
+            _log.warning("a new engine cannot be reached yet: %s", error)
             return
         with self._serving:
             old, self._frontend, old_beat, self._beat = self._frontend, fresh, self._beat, beat
@@ -231,9 +231,9 @@ class TextModel(ServingModel):
         old_beat.close()
 
     def _connect(self) -> tuple[Frontend, Heartbeat]:
-        before = socket_id(self._socket)  # so that an engine that starts meanwhile is noticed
+        before = socket_id(self._socket)  # before connecting, so that an engine that starts meanwhile is noticed
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
-        self._socket_id = before or socket_id(self._socket)  # the first engine started while the link waited
+        self._socket_id = before or socket_id(self._socket)  # unset if the first engine started while the link waited
         beat = Heartbeat(self._launch_folder)
         frontend = Frontend(
             link,
@@ -301,7 +301,7 @@ class EngineModel(ServingModel):
         # Not in `finalize` alone: a client's open stream delays that call, and both engines would stay in memory.
         while not self._is_finalizing.wait(FOLLOW_POLL_S):
             if self._server.is_superseded:
-                _log.info("a new engine replaces this one, which answers its last requests and closes")
+                _log.info("a new engine replaces this one, which closes after its last answers")
                 self._is_finalizing.wait(RETIRE_S)
                 self._retire()
                 return
@@ -338,11 +338,11 @@ class LlmApiModel(EngineModel):
 
     def initialize(self, args: dict[str, str]) -> None:
         super().initialize(args)
-        self._host.handshake.model.tokenizer.encode("")  # starts its process before the first client needs it
+        self._host.handshake.model.tokenizer.encode("")  # starts the tokenizer's process before the first request
 
 
 class _Converter(ConfiguredModel):
-    """A model that only converts, with the engine's tokenizer."""
+    """A base class of models that only convert, with the engine's tokenizer."""
 
     def initialize(self, args: dict[str, str]) -> None:
         self._configure(args)
@@ -410,7 +410,7 @@ def launch_folder(args: dict[str, str]) -> Path:
 
 
 def _end_soon() -> None:
-    # The process of a broken engine would look alive to its supervisor.
+    # A live process without an engine would look healthy to its supervisor.
     threading.Timer(ANSWER_S, os._exit, (1,)).start()
 
 
@@ -429,9 +429,9 @@ def parameters_of(request: Any) -> dict[str, Any]:
 
 
 def _exit_with_server(server_pid: int) -> None:
-    # The stub blocks on shared memory that a killed server never writes, and would stay with its engine. The kernel can
-    # end it, without this interpreter running, but only if the server's main thread started it: the signal comes with
-    # the end of the starting thread, and other threads end before the server.
+    # After a kill of the server, the stub would block on shared memory for ever and keep its engine. The kernel can end
+    # it even if the interpreter does not run, but only as a child of the server's main thread: the signal comes when
+    # the starting thread ends, and other threads end before the server.
     is_watched = False
     while os.getppid() == server_pid:
         if not is_watched and is_child_of_main_thread(server_pid):

@@ -1,7 +1,7 @@
-"""`SeparateTokenizer`: encodes texts in processes of its own, for a model whose process holds the engine.
+"""Encodes texts in separate processes, for a model whose process holds the engine.
 
-The llmapi contract's model takes texts and runs steps in one process. Tokenising elsewhere keeps a text's memory, and
-its time under the interpreter's lock, away from the steps.
+The llmapi contract's model reads texts and runs steps in one process. Tokenising elsewhere keeps the memory of texts,
+and their time under the interpreter's lock, away from the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SeparateTokenizer(TextTokenizer):
     """
 
     def __init__(self, path: Path, prompts: PromptFormat) -> None:
-        """Raises ConfigError naming the file where it is missing or not a tokenizer."""
+        """Raises ConfigError naming the file if it is missing or not a tokenizer."""
         super().__init__(load_tokenizer(path), prompts, path)
         self._short, self._long = (Worker("-m", PROGRAM, str(path)) for _ in range(2))
 

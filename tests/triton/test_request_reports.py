@@ -37,7 +37,7 @@ def life_of(num_sequences: int = 1, num_rounds: int = 3, **fields: Any) -> Reque
 def spans_of(life: RequestLife) -> list[Any]:
     exporter = InMemorySpanExporter()
     tracing = Tracing("http://127.0.0.1:1", "tiny", processor=SimpleSpanProcessor(exporter))
-    tracing.tell(life)
+    tracing.trace(life)
     tracing.close()
     return list(exporter.get_finished_spans())
 
