@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -25,9 +24,10 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 
 KINDS = ("greedy", "sampled")  # of requests, whose draft tokens are accepted at different rates
 MARGIN_KNOTS = np.array([0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 12.0])  # logits; bin starts
-_PRIOR_TESTS = 200.0  # weight of what is known at the start, in tests
+_PRIOR_TESTS, _GUESS_TESTS = 200.0, 16.0  # weight of what is known at the start, and of a guess, in tests
 _MEMORY_TESTS = 2000.0  # older evidence fades beyond so many tests
-_REFRESH_TESTS = 64  # new tests that are worth fitting the curve again
+# New tests that are worth fitting the curve again: a share of those that are known, within bounds.
+_REFIT_SHARE, _FEWEST_TESTS, _MOST_TESTS = 0.25, 8.0, 256.0
 _MAX_LOGIT = 7.0  # chances from 0.1 % to 99.9 %: counts resolve no more
 # Guess without a profile: the curve of the demo pair, rounded.
 _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
@@ -104,13 +104,14 @@ class MatchCalibration:
 
     def __init__(self, known: MarginCounts | None) -> None:
         if known is None or not known.tested.any():
-            tested = _GUESSED_SHARES * _PRIOR_TESTS
+            tested = _GUESSED_SHARES * _GUESS_TESTS
             accepted = tested * _GUESSED_PROBS
         else:
             weight = min(1.0, _PRIOR_TESTS / float(known.tested.sum()))
             tested = known.tested * weight
             accepted = known.accepted * weight
         self._tested, self._accepted = tested, accepted
+        self._num_known = float(tested.sum())
         self._fresh: list[tuple[np.ndarray, np.ndarray]] = []  # margins and outcomes since the last fit
         self._num_fresh = 0
         self.version = 0  # rises with every fit
@@ -128,7 +129,7 @@ class MatchCalibration:
         is_tested = columns < num_tested[:, None]
         self._fresh.append((margins[is_tested], (columns < num_accepted[:, None])[is_tested]))
         self._num_fresh += self._fresh[-1][0].size
-        if self._num_fresh >= _REFRESH_TESTS:
+        if self._num_fresh >= min(max(_REFIT_SHARE * self._num_known, _FEWEST_TESTS), _MOST_TESTS):
             self._count_fresh()
 
     def _count_fresh(self) -> None:
@@ -137,6 +138,7 @@ class MatchCalibration:
         fade = max(0.0, 1.0 - float(fresh.tested.sum()) / _MEMORY_TESTS)
         self._tested = self._tested * fade + fresh.tested
         self._accepted = self._accepted * fade + fresh.accepted
+        self._num_known = float(self._tested.sum())
         self._refresh()
 
 
@@ -213,13 +215,14 @@ class AcceptanceModel:
             decodes = [decodes[row] for row in rows]
             margins, num_accepted, num_tested = margins[rows], num_accepted[rows], num_tested[rows]
         sources = record.frontier.sources[rows]
-        if self.has_look_ups or sources.any():
-            self._count_chains(sources[record.frontier.num_drafted[rows] > 0])
+        if not self.has_look_ups and not sources.any():
+            self._observe(self._calibrations[MAIN], decodes, margins, num_accepted, num_tested)
+            return
+        self._count_chains(sources[record.frontier.num_drafted[rows] > 0])
         for source in np.unique(sources).tolist():
-            of_source = slice(None) if (sources == source).all() else np.flatnonzero(sources == source)
-            own = decodes if isinstance(of_source, slice) else [decodes[index] for index in of_source]
-            calibration = self._calibrations[source]
-            self._observe(calibration, own, margins[of_source], num_accepted[of_source], num_tested[of_source])
+            index = np.flatnonzero(sources == source)
+            own = [decodes[row] for row in index]
+            self._observe(self._calibrations[source], own, margins[index], num_accepted[index], num_tested[index])
 
     def _count_chains(self, sources: np.ndarray) -> None:
         """Updates the shares of sources. sources [n] of a step's chains."""
@@ -236,19 +239,13 @@ class AcceptanceModel:
     ) -> None:
         """Learns from chains of one source: margins [B, K], num_accepted and num_tested [B]."""
         known, fresh = self._requests, (0.0, _PRIOR_PRECISION)
-        of_request = np.fromiter(
-            chain.from_iterable(known.get(each, fresh) for each in sequences), np.float64, 2 * len(sequences)
-        )
-        offset, precision = of_request[::2], of_request[1::2]
-        columns = np.arange(margins.shape[1])
-        is_tested = columns < num_tested[:, None]
-        chances = sigmoid(calibration.curve.logits(margins) + offset[:, None])
-        information = np.where(is_tested, chances * (1.0 - chances), 0.0).sum(axis=1)
+        offset, precision = np.array([known.get(each, fresh) for each in sequences]).T
+        is_tested = np.arange(margins.shape[1]) < num_tested[:, None]
+        chances = sigmoid(calibration.curve.logits(margins) + offset[:, None]) * is_tested
+        expected = chances.sum(axis=1)
+        precision = np.minimum(precision + expected - (chances * chances).sum(axis=1), _MOST_PRECISION)
         # Accepted tokens are all tested: the sum of y - p is their number less the sum of p.
-        surprise = num_accepted - np.where(is_tested, chances, 0.0).sum(axis=1)
-        precision = np.minimum(precision + information, _MOST_PRECISION)
-        offset = offset + surprise / precision
+        offset = offset + (num_accepted - expected) / precision
         known.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
-        tested = int(num_tested.sum())
-        self.num_tests += tested
+        self.num_tests += int(num_tested.sum())
         calibration.observe(margins, num_accepted, num_tested)

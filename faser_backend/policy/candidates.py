@@ -28,7 +28,7 @@ _LOG_STEP, _NUM_STATES = 0.15, 28  # of -log survival: down to 0.015
 _GOES_ON, _HAS_ROW = (
     np.arange(_NUM_STATES) * _LOG_STEP <= -np.log(np.maximum(floors, 1e-9))[:, None] for floors in (FLOORS, _ROW_FLOORS)
 )  # bool [F, S]
-REFITS, MOST_TABLES = 4, 8  # refits of a curve after which its table is rebuilt; tables that are kept
+MOST_TABLES = 8  # that are kept
 _SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
 _SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
 
@@ -101,7 +101,7 @@ class ChainTable:
 
 
 class ChainTables:
-    """The tables of the latest batches; each is kept until its curve has changed a few times."""
+    """The tables of the latest curves."""
 
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
@@ -112,7 +112,7 @@ class ChainTables:
         parts = []
         for source, share in enumerate(chances.shares):
             if share:
-                key = source, chances.versions[source] // REFITS
+                key = source, chances.versions[source]
                 if key not in self._tables:
                     if len(self._tables) > MOST_TABLES:
                         self._tables.clear()

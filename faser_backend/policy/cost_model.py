@@ -95,14 +95,7 @@ class CallCost:
                 raise ValueError(f"coefficient = {value}: must be a non-negative number")
 
     def __add__(self, other: CallCost) -> CallCost:
-        return CallCost(
-            self.rows + other.rows,
-            self.keys + other.keys,
-            self.sequence_us + other.sequence_us,
-            self.cell_us + other.cell_us,
-            self.cell_key_us + other.cell_key_us,
-            self.logit_row_us + other.logit_row_us,
-        )
+        return CallCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
 
     def as_dict(self) -> dict[str, Any]:
         names = ("sequence_us", "cell_us", "cell_key_us", "logit_row_us")
@@ -331,19 +324,18 @@ def with_ngrams(costs: CostModel) -> CostModel:
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------
 
 _GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
-_CONTEXT_STEP = 32  # tokens to which contexts are rounded up, so that predictions hold for some steps
+_CONTEXT_STEP = 32  # tokens, and more for long contexts: to such multiples contexts are rounded up, so that
+# predictions hold for some steps
 _MAX_TIMES = 512  # batches whose predicted times are kept, some kB each: working one out takes 0.1 to 0.2 ms
 
 _NUM_BUCKETS = 14  # powers of two of rows
 _MOST_WEIGHT = 64.0  # steps that a bucket's error is the mean of
-_PRIOR_WEIGHT = 0.05  # of what is known of other calls, in steps
 _FADE = 0.999  # of every weight, per step
 _MACHINE_SHARE = 0.25  # of a surprise about a well-known bucket that the machine's present speed takes
 _FEW_STEPS = 2.5  # until so many were seen, a surprise is the model's error and not the machine's
 _LOG_OUTLIER = math.log(2.0)  # a step that the machine lost to something else says little: it is cut there
-_SMOOTH_EVERY = 8  # observations of well-known calls
 _BUCKETS = np.arange(_NUM_BUCKETS)
-_NEARNESS = 16.0 ** -np.abs(np.subtract.outer(_BUCKETS, _BUCKETS))  # [n, n]
+_NEARNESS = 16.0 ** -np.abs(np.subtract.outer(_BUCKETS, _BUCKETS))  # [n, n] what a step says about other buckets
 
 Calls = tuple[str, str]  # (model, partition)
 
@@ -402,13 +394,13 @@ class BatchTimesCache:
         self._known = lru_cache(_MAX_TIMES)(partial(BatchTimes, costs, max_draft_tokens))
 
     def of(self, size: int, context: int, partition: str) -> BatchTimes:
-        return self._known(size, -(-context // _CONTEXT_STEP) * _CONTEXT_STEP, partition)
+        step = max(_CONTEXT_STEP, 1 << max(context.bit_length() - 3, 0))
+        return self._known(size, -(-context // step) * step, partition)
 
     def corrected(
-        self, keys: Iterable[tuple[int, str]], num_tokens: list[int], errors: TimeErrors
+        self, keys: Iterable[tuple[int, str]], context: int, errors: TimeErrors
     ) -> dict[tuple[int, str], BatchTimes]:
-        """Returns the corrected times of batches of these sizes on these partitions, with contexts like num_tokens."""
-        context = self.costs.batch_context(num_tokens)
+        """Returns the corrected times of batches of these sizes on these partitions."""
         return {(size, partition): self.of(size, context, partition).corrected(errors) for size, partition in keys}
 
 
@@ -419,35 +411,47 @@ class TimeErrors:
         """optimism: subtracted from the log time of target calls at unseen sizes, so that they are tried if costs are
         guesses."""
         self._optimism = optimism
-        self.known: dict[Calls, np.ndarray] = {}  # [2, n] error of the log and its weight, of the calls that were seen
+        # [3, n] by bucket: error of the log, its weight in steps, and how near a measured bucket is.
+        self.known: dict[Calls, np.ndarray] = {}
         self._log_machine = 0.0
-        self._num_observed = 0
-        self._logs: dict[Calls, np.ndarray] = {}  # [n] smoothed, for a few observations
 
     def ratios(self, model: str, partition: str, log2_rows: np.ndarray) -> np.ndarray:
         """Returns measured over predicted time of calls with these log2 of rows, less the machine's speed."""
-        return np.exp(np.interp(log2_rows, _BUCKETS, self._smoothed_logs(model, partition)))
+        errors = self._errors(model, partition)
+        if self._optimism and model == TARGET and (model, partition) in self.known:
+            errors = errors - self._optimism * (1.0 - self.known[model, partition][2])
+        return np.exp(np.interp(log2_rows, _BUCKETS, errors))
 
     def observe(self, model: str, partition: str, num_rows: float, predicted_us: float, measured_us: float) -> None:
-        """Learns from one step's calls of a model."""
+        """Learns from one step's calls of a model: a mean of the log error for its bucket, and for others by their
+        nearness."""
         if predicted_us <= 0.0:
             return
-        logs = self._smoothed_logs(model, partition)
         bucket = min(round(math.log2(max(num_rows, 1.0))), _NUM_BUCKETS - 1)
-        surprise = math.log(max(measured_us, 1.0) / predicted_us) - float(logs[bucket]) - self._log_machine
-        error, weight = self.known.setdefault((model, partition), np.zeros((2, _NUM_BUCKETS)))
+        if (model, partition) not in self.known:
+            self.known[model, partition] = np.stack([self._errors(model, partition), *np.zeros((2, _NUM_BUCKETS))])
+        error, weight, nearest = self.known[model, partition]
+        near = _NEARNESS[bucket]
+        before = float(error[bucket])
+        surprise = math.log(max(measured_us, 1.0) / predicted_us) - before - self._log_machine
         if weight[bucket] > _FEW_STEPS:
             surprise = min(max(surprise, -_LOG_OUTLIER), _LOG_OUTLIER)
-        if weight[bucket] < 0.5:
-            error[bucket] = logs[bucket]
-        share = 1.0 / (weight[bucket] + 1.0)
-        error[bucket] += share * surprise
-        self._log_machine += (1.0 - share) * _MACHINE_SHARE * surprise
-        weight *= _FADE
-        weight[bucket] = min(weight[bucket] + 1.0, _MOST_WEIGHT)
-        self._num_observed += 1
-        if weight[bucket] < _FEW_STEPS + 2.0 or self._num_observed % _SMOOTH_EVERY == 0:
-            self._logs.clear()
+        np.maximum(nearest, near, out=nearest)
+        np.minimum(_FADE * weight + near, _MOST_WEIGHT * nearest, out=weight)
+        share = near / weight
+        error += share * (before + surprise - error)
+        self._log_machine += (1.0 - float(share[bucket])) * _MACHINE_SHARE * surprise
+
+    def _errors(self, model: str, partition: str) -> np.ndarray:
+        """Returns the log errors [n]. An unseen partition takes those of the whole device, an unseen model the mean of
+        all calls: a slow machine slows every call."""
+        if (model, partition) in self.known:
+            return self.known[model, partition][0]
+        if partition != WHOLE:
+            return self._errors(model, WHOLE)
+        total = sum(float(weight.sum()) for _, weight, _ in self.known.values())
+        mean = sum(float(error @ weight) for error, weight, _ in self.known.values()) / (total or 1.0)
+        return np.full(_NUM_BUCKETS, mean)
 
     def observe_step(self, record: StepRecord, known: BatchTimesCache, *, knows_who: bool) -> None:
         """Compares the times of a step's phases with their predictions. knows_who: the draft is known to have made the
@@ -470,32 +474,6 @@ class TimeErrors:
         if knows_who and lengths.any() and record.propose_us:
             draft_us = drafting.chains_us(lengths, is_trimmed=plan.decision.trim is not None)
             self.observe(DRAFT, partition, int(np.count_nonzero(lengths)), draft_us, record.propose_us)
-
-    def _smoothed_logs(self, model: str, partition: str) -> np.ndarray:
-        """Returns `_smoothed` [n], at most a few observations old."""
-        if (model, partition) not in self._logs:
-            self._logs[model, partition] = self._smoothed(model, partition)
-        return self._logs[model, partition]
-
-    def _smoothed(self, model: str, partition: str) -> np.ndarray:
-        """Returns the errors [n] of the logs. An unseen partition takes those of the whole device, an unseen model
-        those of all calls: a slow machine slows every call."""
-        prior: np.ndarray | float
-        if partition != WHOLE:
-            prior = self._smoothed(model, WHOLE)
-        else:
-            every = list(self.known.values())
-            total = sum(float(weight.sum()) for _, weight in every)
-            prior = sum(float(error @ weight) for error, weight in every) / total if total else 0.0
-        if (model, partition) not in self.known:
-            return np.full(_NUM_BUCKETS, prior)
-        error, weight = self.known[model, partition]
-        # 1 at the buckets that were seen, less far away from them, as much as their own evidence is.
-        near = _NEARNESS.max(axis=1, where=weight > 0.0, initial=1e-9)
-        hope = self._optimism * (1.0 - near) if model == TARGET else 0.0
-        return -hope + (_NEARNESS @ (error * weight) + _PRIOR_WEIGHT * prior * near) / (
-            _NEARNESS @ weight + _PRIOR_WEIGHT * near
-        )
 
 
 def _target_reading_us(record: StepRecord, costs: CostModel) -> float:

@@ -42,6 +42,7 @@ class Scheduler:
         self.max_draft_lag = max_draft_lag
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._prefills_draft = True  # as last decided
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -58,7 +59,11 @@ class Scheduler:
     def schedule(self, in_flight: InFlight) -> StepPlan:
         """Plans a step. in_flight: drafts of earlier steps, from which sequences that have left are removed."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
-        decision = self.policy.decide(ready, self._num_prefilling()) if ready else Decision([])
+        if ready:
+            decision = self.policy.decide(ready, self._num_prefilling())
+            self._prefills_draft = decision.prefills_draft
+        else:  # a draft that rests does not read the prompts of a new wave either
+            decision = Decision([], prefills_draft=self._prefills_draft)
         plan = StepPlan(decision, in_flight)
         self._plan_decodes(plan, ready)
         if not plan.preempted:
