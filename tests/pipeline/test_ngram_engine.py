@@ -117,7 +117,7 @@ def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft": "model+ngram", "early_exit": "on"}, "exits rest beside chains of n-grams; use 'auto'"),
+        ({"draft": "model+ngram", "early_exit": "on"}, "n-gram chains have no exits; use 'auto'"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[str, Any], message: str):
