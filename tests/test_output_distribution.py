@@ -88,11 +88,7 @@ def observed(
     tokens: dict[str, list[int]] = {}
     pending = [
         request(
-            str(seed),
-            PROMPT,
-            length,
-            sampling=Sampling(temperature=TEMPERATURE, seed=seed),
-            draft_ids=draft_of(seed),
+            str(seed), PROMPT, length, sampling=Sampling(temperature=TEMPERATURE, seed=seed), draft_ids=draft_of(seed)
         )
         for seed in range(count)
     ]
@@ -313,10 +309,7 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
             ("faser_backend.pipeline.draft", "PURPOSE_DRAFT", verify.PURPOSE_RECOVER),
         ],
     ),
-    "guesses taken for drawn": (
-        World(forced(), has_clients=True),
-        [(acceptance, "_drawn_from", spread_guesses)],
-    ),
+    "guesses taken for drawn": (World(forced(), has_clients=True), [(acceptance, "_drawn_from", spread_guesses)]),
     "look-ups taken for drawn": (
         World(forced(), drafter={"has_ngrams": True}),
         [(NgramProposer, "_one_hot", spread_look_ups)],

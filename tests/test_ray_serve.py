@@ -65,10 +65,7 @@ def cluster(engine_dir: Path) -> Iterator[int]:
     )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
-        serve.run(
-            app(options(engine_dir)),
-            logging_config={"log_level": "WARNING"},
-        )
+        serve.run(app(options(engine_dir)), logging_config={"log_level": "WARNING"})
         yield port
     finally:
         serve.shutdown()

@@ -90,11 +90,7 @@ def test_generate_and_bench_take_it(policy_file: Path, engine_dir: Path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (None, "FileNotFoundError"),
-        ("make_policy = 1", "TypeError"),
-        ("import no_such_module", "ModuleNotFoundError"),
-    ],
+    [(None, "FileNotFoundError"), ("make_policy = 1", "TypeError"), ("import no_such_module", "ModuleNotFoundError")],
 )
 def test_a_file_that_is_no_policy_is_one_error(tmp_path: Path, content: str | None, message: str):
     path = tmp_path / "mine.py"

@@ -37,10 +37,7 @@ def test_both_run_at_once_and_each_result_has_its_place(lanes: ThreadLanes) -> N
         return name
 
     for _ in range(3):
-        assert lanes.run_both(lambda: reach("verified"), lambda: reach("proposed")) == (
-            "verified",
-            "proposed",
-        )
+        assert lanes.run_both(lambda: reach("verified"), lambda: reach("proposed")) == ("verified", "proposed")
 
 
 def test_each_lane_is_one_lasting_thread_on_its_cores(lanes: ThreadLanes) -> None:

@@ -47,12 +47,7 @@ class Opened:
     """A model with open engines on the CPU."""
 
     def __init__(
-        self,
-        source: Path,
-        directory: Path,
-        monkeypatch,
-        exit_layers: tuple[int, ...] = (),
-        dtype: str = "fp32",
+        self, source: Path, directory: Path, monkeypatch, exit_layers: tuple[int, ...] = (), dtype: str = "fp32"
     ) -> None:
         monkeypatch.setattr("faser_backend.cuda.tensorrt_programs.current_stream", lambda: 7)
         self.model = write_rtx_model(source, directory, exit_layers=exit_layers, kv_block_size=BLOCK_SIZE, dtype=dtype)

@@ -9,14 +9,7 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs, input_shape
-from faser_backend.cuda.call_shapes import (
-    MAX_GRAPH_ROWS,
-    UNLIMITED,
-    Buckets,
-    CallBounds,
-    bucketed_rows,
-    power_of_two,
-)
+from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, Buckets, CallBounds, bucketed_rows, power_of_two
 from faser_backend.cuda.transfer import upload
 from faser_backend.manifest import TensorSpec
 from tests.support.tiny_models import make_rows

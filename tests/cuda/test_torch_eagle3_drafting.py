@@ -166,10 +166,7 @@ def test_a_loop_drafts_what_the_host_drafts_call_by_call(
 # -- tokens ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("policy", "options"),
-    [("fixed:4", {}), ("fixed:4", {"num_kv_blocks": 32}), ("faser", {})],
-)
+@pytest.mark.parametrize(("policy", "options"), [("fixed:4", {}), ("fixed:4", {"num_kv_blocks": 32}), ("faser", {})])
 def test_tokens_equal_plain_decoding(
     built: Built, plain: dict[str, list[int]], policy: str, options: dict[str, object]
 ) -> None:

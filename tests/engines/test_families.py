@@ -19,15 +19,7 @@ from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 from faser_backend.manifest import EngineManifest
 from tests.support.gathered_runner import GatheredRunner
-from tests.support.tiny_models import (
-    EXPERTS,
-    VARIANTS,
-    VOCAB_SIZE,
-    largest_error,
-    make_rows,
-    random_model,
-    write_model,
-)
+from tests.support.tiny_models import EXPERTS, VARIANTS, VOCAB_SIZE, largest_error, make_rows, random_model, write_model
 
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 60

@@ -30,13 +30,7 @@ from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
 from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import same_logits
 from tests.pipeline.test_eagle3_drafting import make_requests
-from tests.plugins.test_tensorrt_plugin_network import (
-    BLOCK_SIZE,
-    GEOMETRY,
-    NUM_BLOCKS,
-    AttendSplits,
-    CombineSplits,
-)
+from tests.plugins.test_tensorrt_plugin_network import BLOCK_SIZE, GEOMETRY, NUM_BLOCKS, AttendSplits, CombineSplits
 from tests.support import eagle3_models
 from tests.support.eagle3_models import HEAD, ReferenceHead
 from tests.support.harness import drive

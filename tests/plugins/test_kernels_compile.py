@@ -35,13 +35,7 @@ STARTS_OF_CUBINS = b"\x7fELF"
 
 
 def compile_attention(
-    dtype: str,
-    head_dim: int,
-    group: int,
-    max_rows: int,
-    capability: int,
-    *,
-    is_split: bool = False,
+    dtype: str, head_dim: int, group: int, max_rows: int, capability: int, *, is_split: bool = False
 ) -> Compiled:
     config = launch_config(ELEMENT_BYTES[dtype], head_dim, group, max_rows, capability)
     signature = dict.fromkeys(("q", "k_new", "v_new", "k_pool", "v_pool"), f"*{dtype}:16")

@@ -157,12 +157,7 @@ def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> N
     assert compiled.cubin[:4] == b"\x7fELF" and entry_parameters(compiled.ptx) == [width_of(kind) for kind in types]
 
     combine = compile_combine(replace(GEOMETRY, capability=capability), dtype)
-    assert [name for name, _ in combine.parameters] == [
-        *COMBINE_INPUTS,
-        "num_sequences",
-        "num_splits",
-        "attended",
-    ]
+    assert [name for name, _ in combine.parameters] == [*COMBINE_INPUTS, "num_sequences", "num_splits", "attended"]
     assert entry_parameters(combine.ptx) == [width_of(kind) for _, kind in combine.parameters]
 
 

@@ -89,14 +89,7 @@ def model(source: Path) -> onnx.ModelProto:
     spec = read_spec(checkpoint.fields)
     store = WeightStore(source / "weights")
     graph = build_segment(
-        spec,
-        ModelWeights(checkpoint, spec),
-        store,
-        0,
-        3,
-        kv_block_size=BLOCK_SIZE,
-        runtime="tensorrt",
-        dtype="fp32",
+        spec, ModelWeights(checkpoint, spec), store, 0, 3, kv_block_size=BLOCK_SIZE, runtime="tensorrt", dtype="fp32"
     )
     store.close()
     return graph.model

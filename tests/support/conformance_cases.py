@@ -73,10 +73,7 @@ _NEUTRAL_SCALARS = {"beam_width": 1, "runtime_top_p_decay": 1.0, "retention_deco
 def base_request(model: ModelConfig) -> Arrays:
     """Returns a valid request of this model without optional features."""
     if model in LLMAPI:
-        return {
-            "text_input": np.array([b"def f"], dtype=object),
-            "sampling_param_max_tokens": np.array([4], np.int32),
-        }
+        return {"text_input": np.array([b"def f"], dtype=object), "sampling_param_max_tokens": np.array([4], np.int32)}
     return {
         "tensorrt_llm": token_request(5, 6, 7),
         "preprocessing": {"QUERY": text("def f"), "REQUEST_OUTPUT_LEN": one(4)},

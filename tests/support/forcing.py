@@ -128,12 +128,7 @@ def random_rule(rng: np.random.Generator) -> TrimRule:
     probs = np.sort(rng.random(size))
     steps = rng.exponential(1.0, int(rng.integers(1, 24))) * (rng.random() < 0.7)
     times = 1.0 + np.concatenate([[0.0], np.cumsum(np.where(rng.random(steps.size) < 0.4, steps, 0.0))])
-    chosen = rule(
-        probs.tolist(),
-        times.tolist(),
-        draft_us=float(rng.random() * 0.5),
-        price=float(rng.random() * 0.5),
-    )
+    chosen = rule(probs.tolist(), times.tolist(), draft_us=float(rng.random() * 0.5), price=float(rng.random() * 0.5))
     return replace(chosen, offsets=rng.normal(0.0, 0.7, 64))
 
 

@@ -41,11 +41,7 @@ def geometry_of(shape: Shape) -> Geometry:
 
 
 def run(
-    call: Call,
-    geometry: Geometry,
-    config: LaunchConfig,
-    num_splits: int | None = None,
-    num_combined: int | None = None,
+    call: Call, geometry: Geometry, config: LaunchConfig, num_splits: int | None = None, num_combined: int | None = None
 ) -> None:
     """Runs both kernels on the contract's grids and arguments. num_splits replaces the contract's; num_combined
     replaces num_splits for joining."""

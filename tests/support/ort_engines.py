@@ -47,12 +47,7 @@ class DataType(Enum):
 
 
 def write_rtx_model(
-    source: Path,
-    directory: Path,
-    *,
-    exit_layers: tuple[int, ...] = (),
-    kv_block_size: int = 4,
-    dtype: str = "fp32",
+    source: Path, directory: Path, *, exit_layers: tuple[int, ...] = (), kv_block_size: int = 4, dtype: str = "fp32"
 ) -> ModelEngine:
     """Writes the graphs of a model's segments instead of engines, with a build's buckets."""
     checkpoint = open_checkpoint(source)
