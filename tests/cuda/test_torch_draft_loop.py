@@ -20,7 +20,7 @@ from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import PreparedCall
 from faser_backend.manifest import ModelEngine
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_segments, write_checkpoint
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 90, 4, 11
@@ -88,10 +88,7 @@ def in_turn(runner: CudaRunner, sampler: TorchSampler, drafting: Drafting, num_c
     candidates = np.zeros((size, width, num_candidates), np.int64)
     rows, active = drafting.rows(), np.arange(size)
     for step in range(width):
-        hidden = None
-        for segment in range(runner.num_segments):
-            hidden = runner.run_segment(segment, rows, hidden)
-        assert hidden is not None
+        hidden = run_segments(runner, rows)
         drawing = SamplingRows(drafting.slots[active], starts[active] + step, active, active * 0 + step, tokens)
         drawn = sampler.sample_draft(hidden, drawing, num_candidates)
         tokens[active, step], margins[active, step] = drawn.tokens, drawn.margins

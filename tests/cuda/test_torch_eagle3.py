@@ -26,12 +26,13 @@ from tests.engines.test_eagle3 import (
     MAX_ERROR,
     NUM_BLOCKS,
     Built,
+    check_each_tensor_shows,
     check_rows_on_features,
     same_logits,
     shuffled_tables,
 )
-from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_model, run_all, write_checkpoint, write_tokenizer
+from tests.support.eagle3_models import FEATURE_LAYERS, NUM_TARGET_LAYERS, PADDED_SIZE, write_padded, write_published
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint
 from tests.support.torch_engines import CPU, NUM_SMS
 
 
@@ -140,20 +141,7 @@ def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path
 
 
 def test_each_tensor_of_a_head_shows_in_its_logits(gqa: Built) -> None:
-    """Negative control: the comparison notices a tensor that is missing or read from the wrong position."""
-    rng, runners, reference = np.random.default_rng(3), Runners(gqa.directory), gqa.reference
-    tokens = rng.integers(0, VOCAB_SIZE, 12)
-    logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
-
-    def is_equal() -> bool:
-        return same_logits(logits, reference.run(tokens[1:], reference.joined(gqa.features(tokens))[:-1])[0])
-
-    for name in [name for name in reference.tensors if name != "t2d"]:
-        kept = reference.tensors[name]
-        reference.tensors[name] = kept.roll(1, 0) if name == "d2t" else kept * 1.1
-        assert not is_equal(), name
-        reference.tensors[name] = kept
-    assert is_equal()
+    check_each_tensor_shows(gqa, Runners(gqa.directory))
 
 
 @pytest.mark.parametrize("mistake", ["another order of layers", "another position"])
@@ -182,20 +170,11 @@ def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -
 
 @pytest.mark.parametrize(("dtype", "most"), [("fp32", MAX_ERROR), ("bf16", 0.1), ("fp16", 0.01)])
 def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp_path: Path) -> None:
-    """The head has vLLM's name of the layer, an embedding, half precision and explicit layers; in every dtype."""
-    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
     rng = np.random.default_rng(2)
-    own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
-    tensors = head_tensors(HEAD, prefix="layers.0.") | {"embed_tokens.weight": own}
-    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
-    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
-    head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
+    target, head, reference = write_published(tmp_path, rng)
     directory = tmp_path / "engine"
     manifest = build_engines(target, head, directory, runtime="torch", dtype=dtype, kv_block_size=BLOCK_SIZE)
     assert manifest.target.spec.feature_layers == (1, 4, 7)
-    reference = ReferenceHead(head, own, prefix="layers.0.")
-    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
-    reference.embedding = reference.tensors["embed_tokens.weight"]
     runners = Runners(directory)
     tokens, table = rng.integers(0, VOCAB_SIZE, 10), shuffled_tables(rng, 1)
     found = runners.read([tokens], [0], [9], table)
@@ -207,13 +186,10 @@ def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp
 
 
 def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=104)
-    write_tokenizer(target, VOCAB_SIZE)
-    head = write_head(tmp_path / "head", vocab_size=104)
+    target, head, reference = write_padded(tmp_path)
     manifest = build_engines(target, head, tmp_path / "engine", runtime="torch", kv_block_size=BLOCK_SIZE)
     assert manifest.draft is not None
-    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, 104)
-    reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
+    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, PADDED_SIZE)
     rng, runners = np.random.default_rng(4), Runners(tmp_path / "engine")
     tokens, table = rng.integers(0, VOCAB_SIZE, 10), shuffled_tables(rng, 1)
     found = runners.read([tokens], [0], [9], table)

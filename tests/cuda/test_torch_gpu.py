@@ -20,7 +20,7 @@ from faser_backend.manifest import ModelEngine
 from tests.cpu.test_sampler import one_row_each
 from tests.cuda import test_torch_draft_loop as drafts
 from tests.cuda.test_device_sampler import KINDS as ALL_KINDS
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_segments, write_checkpoint
 from tests.support.torch_engines import open_torch_runner, write_torch_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
@@ -57,14 +57,6 @@ def never_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def run_all(runner: CudaRunner, rows: RowBatch) -> torch.Tensor:
-    hidden = None
-    for segment in range(runner.num_segments):
-        hidden = runner.run_segment(segment, rows, hidden)
-    assert hidden is not None
-    return hidden.clone()
-
-
 def ragged_steps(seed: int) -> Iterator[RowBatch]:
     """Yields a prefill and decode steps of three sequences, whose buckets recur with other contents."""
     rng = np.random.default_rng(seed)
@@ -80,12 +72,12 @@ def ragged_steps(seed: int) -> Iterator[RowBatch]:
 
 def test_a_graph_gives_bit_for_bit_what_the_eager_call_gave(runner: CudaRunner) -> None:
     rows = list(ragged_steps(2))
-    run_all(runner, rows[0])
+    run_segments(runner, rows[0]).clone()
     storage = runner.pool.storage.clone()
     results = []
     for _ in range(4):  # eager, captured, replayed twice
         runner.pool.storage.copy_(storage)
-        results.append(run_all(runner, rows[1]))
+        results.append(run_segments(runner, rows[1]).clone())
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], atol=0, rtol=0)
 
@@ -96,7 +88,7 @@ def test_a_warm_call_waits_for_nothing(runner: CudaRunner) -> None:
     for warm in range(4):
         with never_waiting() if warm == 3 else torch.cuda.device(torch.cuda.current_device()):
             for rows in steps:
-                run_all(runner, rows)
+                run_segments(runner, rows).clone()
             hidden, _ = runner.run_segment_with_scores(0, steps[1], None, candidates)
             runner.take_rows(hidden, np.array([0, 2]))
 
@@ -106,9 +98,9 @@ def test_the_host_may_run_far_ahead(runner: CudaRunner) -> None:
     rng = np.random.default_rng(4)
     table = rng.permutation(NUM_BLOCKS)[None, :6]
     calls = [make_rows([rng.integers(0, 97, 90)], [0], [3], table) for _ in range(12)]
-    expected = [run_all(runner, rows) for rows in calls]
+    expected = [run_segments(runner, rows).clone() for rows in calls]
     torch.cuda._sleep(SLEEP_CYCLES)
-    results = [run_all(runner, rows) for rows in calls]
+    results = [run_segments(runner, rows).clone() for rows in calls]
     for result, wanted in zip(results, expected, strict=True):
         torch.testing.assert_close(result, wanted, atol=0, rtol=0)
 

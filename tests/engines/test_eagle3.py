@@ -22,7 +22,16 @@ from faser_backend.engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.runtimes import open_runtime
 from tests.support.cpu_products import UNIT_ERROR
-from tests.support.eagle3_models import FEATURE_LAYERS, HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
+from tests.support.eagle3_models import (
+    FEATURE_LAYERS,
+    HEAD,
+    NUM_TARGET_LAYERS,
+    PADDED_SIZE,
+    ReferenceHead,
+    write_head,
+    write_padded,
+    write_published,
+)
 from tests.support.tiny_models import (
     VOCAB_SIZE,
     make_rows,
@@ -30,7 +39,6 @@ from tests.support.tiny_models import (
     reference_model,
     run_all,
     write_checkpoint,
-    write_tokenizer,
 )
 
 MAX_ERROR = 1e-4
@@ -206,10 +214,9 @@ def test_a_row_has_the_same_bits_in_any_company_on_any_threads(built: Built) -> 
         runners.close()
 
 
-@pytest.mark.parametrize("built", ["gqa"], indirect=True)
-def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
+def check_each_tensor_shows(built: Built, runners: Any) -> None:
     """Negative control: the comparison notices a tensor that is missing or read from the wrong position."""
-    rng, runners = np.random.default_rng(3), Runners(built.directory)
+    rng = np.random.default_rng(3)
     tokens = rng.integers(0, VOCAB_SIZE, 12)
     logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
 
@@ -224,6 +231,12 @@ def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
         assert not is_equal(), name
         built.reference.tensors[name] = kept
     assert is_equal()
+
+
+@pytest.mark.parametrize("built", ["gqa"], indirect=True)
+def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
+    runners = Runners(built.directory)
+    check_each_tensor_shows(built, runners)
     runners.close()
 
 
@@ -263,35 +276,23 @@ def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, tab
 
 
 def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
-    """The head has vLLM's name of the layer, an embedding, half precision and explicit layers."""
-    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS)
     rng = np.random.default_rng(2)
-    own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
-    tensors = head_tensors(HEAD, prefix="layers.0.") | {"embed_tokens.weight": own}
-    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
-    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
-    head = write_head(tmp_path / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
+    target, head, reference = write_published(tmp_path, rng)
     manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
     assert manifest.target.spec.feature_layers == (1, 4, 7)
     assert manifest.draft is not None
     assert manifest.draft.spec.checkpoint_dtype == "BF16"
     assert manifest.draft.weight_format.name == "bf16"
-    reference = ReferenceHead(head, own, prefix="layers.0.")
-    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
-    reference.embedding = reference.tensors["embed_tokens.weight"]
     tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
     found = logits_of_layer(tmp_path / "engine", tokens, hidden, shuffled_tables(rng, 1))
     assert same_logits(found, reference.run(tokens, torch.from_numpy(hidden))[0])
 
 
 def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> None:
-    target = write_checkpoint(tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=104)
-    write_tokenizer(target, VOCAB_SIZE)
-    head = write_head(tmp_path / "head", vocab_size=104)
+    target, head, reference = write_padded(tmp_path)
     manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
     assert manifest.draft is not None
-    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, 104)
-    reference = ReferenceHead(head, reference_model(target).get_parameter("model.embed_tokens.weight").detach())
+    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, PADDED_SIZE)
     rng = np.random.default_rng(4)
     tokens, hidden = rng.integers(0, VOCAB_SIZE, 9), rng.normal(size=(9, HEAD["hidden_size"])).astype(np.float32)
     wanted, _ = reference.run(tokens, torch.from_numpy(hidden))

@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, silu
 
-from tests.support.tiny_models import DEFAULTS, VOCAB_SIZE
+from tests.support.tiny_models import DEFAULTS, VOCAB_SIZE, reference_model, write_checkpoint, write_tokenizer
 
 NUM_TARGET_LAYERS = 8
 FEATURE_LAYERS = (2, 4, 5)  # the public default for 8 layers
 DRAFT_VOCAB_SIZE = 40
+PADDED_SIZE = 104  # rows of a vocabulary of VOCAB_SIZE tokens
 HEAD: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -72,6 +73,32 @@ def write_head(directory: Path, tensors: dict[str, torch.Tensor] | None = None, 
     (directory / "config.json").write_text(json.dumps(config))
     save_file(head_tensors(config) if tensors is None else tensors, directory / "model.safetensors")
     return directory
+
+
+def write_published(root: Path, rng: np.random.Generator) -> tuple[Path, Path, ReferenceHead]:
+    """Writes a target, and a head with vLLM's name of its layer, an embedding, half precision and explicit layers.
+
+    Returns both directories and a reference of the head.
+    """
+    target = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
+    own = torch.from_numpy(rng.normal(size=(VOCAB_SIZE, HEAD["hidden_size"])).astype(np.float32))
+    tensors = head_tensors(HEAD, prefix="layers.0.") | {"embed_tokens.weight": own}
+    tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
+    layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
+    head = write_head(root / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
+    reference = ReferenceHead(head, own, prefix="layers.0.")
+    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
+    reference.embedding = reference.tensors["embed_tokens.weight"]
+    return target, head, reference
+
+
+def write_padded(root: Path) -> tuple[Path, Path, ReferenceHead]:
+    """Writes a target and a head with more rows than tokens. Returns both directories and a reference of the head."""
+    target = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=PADDED_SIZE)
+    write_tokenizer(target, VOCAB_SIZE)
+    head = write_head(root / "head", vocab_size=PADDED_SIZE)
+    embedding = reference_model(target).get_parameter("model.embed_tokens.weight").detach()
+    return target, head, ReferenceHead(head, embedding)
 
 
 class ReferenceHead:

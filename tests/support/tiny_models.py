@@ -146,13 +146,18 @@ def make_rows(
     )
 
 
-def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
-    """Runs every segment in order and returns a copy of the logits [R, vocab_size]."""
+def run_segments(runner: ModelRunner, rows: RowBatch) -> Any:
+    """Runs every segment in order. Returns the runner's own logits [R, vocab_size]."""
     hidden = None
     for segment in range(runner.num_segments):
         hidden = runner.run_segment(segment, rows, hidden)
     assert hidden is not None
-    return np.array(hidden)
+    return hidden
+
+
+def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
+    """Runs every segment in order. Returns a copy of the logits [R, vocab_size]."""
+    return np.array(run_segments(runner, rows))
 
 
 RaggedCall = tuple[list[np.ndarray], list[int], list[int], np.ndarray]  # arguments of make_rows
