@@ -275,7 +275,7 @@ def test_a_response_calls_a_function_and_its_events_build_the_call(api: Api, cho
 
 
 def test_beside_tools_an_answer_that_is_no_call_keeps_to_its_format(api: Api):
-    """Without a grammar for both, random weights write neither."""
+    """Random weights write neither a call nor the format unless a grammar allows both."""
     schema = {"type": "json_schema", "json_schema": {"name": "colour", "schema": COLOUR}}
     asked = {"messages": MESSAGES, "tools": [WEATHER], "response_format": schema, "max_tokens": 100, "n": 6, "seed": 1}
     for choice in ask(api, ChatBody, **asked).choices:

@@ -70,7 +70,7 @@ def app(options: OpenAIOptions) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def server(options: OpenAIOptions) -> Iterator[tuple[int, int]]:
-    """Port and process id of an OpenAI server without a Triton server."""
+    """Starts an OpenAI server without a Triton server. Returns its port and process id."""
     given = ["--engine-dir", demo_engine_dir(), "--triton", options.triton, "--port", options.port]
     given += ["--chat-template", options.chat_template, "--allow-origin", "https://chat.example"]
     command = [sys.executable, "-m", "faser_backend.cli", "openai", *map(str, given)]
@@ -200,7 +200,7 @@ def listening(app: Any) -> Iterator[int]:
 
 
 def is_closed(connection: socket.socket, within_s: float, sending: bytes = b"") -> bool:
-    """sending: bytes that are sent meanwhile."""
+    """sending: bytes to send while waiting."""
     connection.settimeout(0.05)
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:

@@ -1,4 +1,4 @@
-"""The soak, the fuzzer and a kill in short, on the demo pair; and that each would see what it is there to see."""
+"""Runs short soaks, fuzzing and kills on the demo pair, and controls that each of them must detect."""
 
 from __future__ import annotations
 

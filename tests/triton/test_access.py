@@ -1,4 +1,4 @@
-"""Who may reach Triton's ports and its administration, mostly without a server; test_server.py asks one with models."""
+"""Access to Triton's ports and its administration, mostly without a server; test_server.py asks one with models."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_key_is_never_shown_and_differs_each_time(tmp_path: Path):
 
 
 def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate of this machine's loopback that signed itself, and its key."""
+    """A self-signed certificate for the loopback address, and its key."""
     cert, key = folder / f"{name}.crt", folder / f"{name}.key"
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     command += ["-days", "2", "-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
@@ -92,7 +92,7 @@ def make_certificate(folder: Path, name: str) -> tuple[Path, Path]:
 
 @pytest.fixture
 def small_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers start with one model, which looks for no engine before it is asked."""
+    """Servers start with one model, which needs no engine before its first request."""
     shutil.copytree(server.MODEL_REPO / "postprocessing", tmp_path / "repository" / "postprocessing")
     monkeypatch.setattr(server, "REPOSITORIES", {"inflight_batcher": tmp_path / "repository"})
 

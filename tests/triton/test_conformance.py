@@ -1,4 +1,4 @@
-"""Conformance with what TensorRT-LLM's clients see, behaviour by behaviour, with reading code as strict as theirs."""
+"""Conformance with TensorRT-LLM's behaviour, as its clients read it: each behaviour, read as strictly as they do."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def engine_dir(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(engine_dir: Path) -> Iterator[Callable[..., Served]]:
-    """Servers by contract, streaming or unary, started when they are first asked for."""
+    """Servers by contract, streaming or unary, started on first use."""
     with ExitStack() as stack:
 
         @cache
@@ -100,7 +100,7 @@ def test_text_has_one_dimension_however_it_is_asked_for(decoupled: Served, unary
 
 
 def documented_commands() -> list[str]:
-    """Every `faser serve` that a page shows in a block of shell."""
+    """Returns every `faser serve` command in a shell block of a page."""
     pages = [DOCS.parents[1] / "README.md", *DOCS.parent.glob("*.md")]
     blocks = [block for page in pages for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)]
     lines = [line.split("#")[0].strip() for block in blocks for line in block.splitlines()]
@@ -400,7 +400,7 @@ def servers(start, contract: str) -> tuple[Served, Served]:
 
 
 def ask_everywhere(servers: tuple[Served, Served], model: ModelConfig, arrays: Arrays) -> list[str]:
-    """The error of each way to ask, "" where there was an answer."""
+    """Returns the error of each way to send the request, "" for an answer."""
     decoupled, unary = servers
     ways = [
         lambda: infer_grpc(unary.grpc_port, model.name, arrays),
@@ -461,7 +461,7 @@ def test_output(servers, contract: str, model: ModelConfig, spec: TritonTensor):
 
 
 def asking_for(model: ModelConfig, flag: str) -> Arrays:
-    """A request whose answer has NUM_NEW tokens without the prompt, and what the flag asks for."""
+    """Returns a request whose answer has NUM_NEW tokens without the prompt, and the flag's values."""
     arrays = base_request(model)
     if model.name in CONVERTERS:
         return arrays
@@ -486,6 +486,6 @@ def test_the_page_tells_what_is_tested():
 
 
 def test_the_rank_that_was_sent_before_fails_a_strict_client():
-    """The control: with one dimension too many, the first element is an array, which has no text."""
+    """The control: with one dimension too many, the first element is an array without text."""
     with pytest.raises(AttributeError, match="decode"):
         np.array([[b"text"]], dtype=object)[0].decode()

@@ -80,7 +80,7 @@ def check_dashboard(lines: str) -> None:
 
 
 def counters_of(served: Served) -> dict[str, dict[str, int]]:
-    """model -> nv_inference counter -> value, read as TensorRT-LLM's own test reads them."""
+    """Returns the nv_inference counters by model, read as TensorRT-LLM's own test reads them."""
     found: dict[str, dict[str, int]] = {}
     for line in metrics_of(served).splitlines():
         if line.startswith("nv_inference") and "reason=" not in line:

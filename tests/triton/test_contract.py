@@ -1,4 +1,4 @@
-"""Tensors in, without a server: every input name and every refusal."""
+"""Parsing of requests' tensors without a server: every input name and every refusal."""
 
 from __future__ import annotations
 

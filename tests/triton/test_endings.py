@@ -1,4 +1,4 @@
-"""How a server starts and ends: what stops a start, drains that take as long as answers take, processes that die."""
+"""Starts and ends of a server: failed starts, drains that wait for answers, processes that die."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def engine_dir(tmp_path_factory) -> Path:
 
 
 class Clients:
-    """Streams that are under way at a server."""
+    """Streams in progress at a server."""
 
     def __init__(self, served: Served) -> None:
         self.process, self.grpc_port = served.process, served.grpc_port
@@ -73,7 +73,7 @@ class Clients:
         os.kill(self.pids[name], number)
 
     def wait_for_the_error(self) -> str:
-        """Returns what the server said; its processes have ended, after an answer to what was under way."""
+        """Returns the server's output after its processes have ended and answered the streams in progress."""
         while self.received.get(timeout=20)[1] is None:
             pass  # what had been sent before
         assert self.process.wait(20) == 1 and self.process.stderr is not None
@@ -94,7 +94,7 @@ def streaming(engine_dir: Path, *options: object) -> Iterator[Clients]:
 
 
 def ask_again_and_again(grpc_port: int, arrays: Arrays) -> None:
-    """Asks until the server refuses: before its drain has begun it answers."""
+    """Sends requests until the server refuses one: before its drain begins it answers."""
     while True:
         stream_grpc(grpc_port, "ensemble", arrays)
 
@@ -206,7 +206,7 @@ def test_killing_the_server_leaves_no_process_behind(engine_dir: Path):
 
 
 def test_a_process_ends_with_the_thread_that_started_it_and_another_does_not():
-    """Why the processes of models wait before they call `die_with_parent`. The control never calls it."""
+    """Models' processes wait before they call `die_with_parent`; this shows why. The control never calls it."""
     code = "import time; from faser_backend.serving.processes import die_with_parent\n"
     started: list[subprocess.Popen] = []
 

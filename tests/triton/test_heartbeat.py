@@ -1,4 +1,4 @@
-"""Who is taken for hung, and what a start finds and tries again: `faser serve` around its server, without Triton."""
+"""Detection of hung processes, leftovers of killed servers and repeated starts, without Triton."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LaunchFo
 
 @contextmanager
 def process(*arguments: object) -> Iterator[subprocess.Popen]:
-    """A Python program that has printed its first line."""
+    """Starts a Python program and waits for its first line."""
     started = subprocess.Popen([sys.executable, "-c", *map(str, arguments)], stdout=subprocess.PIPE)
     try:
         assert started.stdout is not None and started.stdout.readline()
@@ -67,7 +67,7 @@ def process(*arguments: object) -> Iterator[subprocess.Popen]:
 
 
 def watched(watch: HangWatch, pid: int, seconds: float) -> float | None:
-    """Looks again and again. Returns how long the process was silent when it was found to hang."""
+    """Checks repeatedly. Returns how long the process was silent when it was found to hang."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if pid in (hung := watch.hung([pid])):

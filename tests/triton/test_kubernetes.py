@@ -1,4 +1,4 @@
-"""The manifests of deploy/kubernetes: valid by Kubernetes's schemas, and true of the server that they start."""
+"""The manifests of deploy/kubernetes are valid by Kubernetes's schemas and match the server that they start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERIES = re.compile(r"(nv_trt_llm_\w+)\{([^}]*)\}")
 
 
 def manifests() -> dict[str, dict[str, Any]]:
-    """File -> what it declares; of Helm values nothing."""
+    """Returns the declared objects by file, none for Helm values."""
     found = {str(path.relative_to(FOLDER)): yaml.safe_load(path.read_text()) for path in FOLDER.rglob("*.yaml")}
     return {name: content for name, content in found.items() if "kind" in content}
 
@@ -39,7 +39,7 @@ def container() -> dict[str, Any]:
 
 
 def unknown_series(text: str) -> list[str]:
-    """Selectors of gauges or labels that the server does not have."""
+    """Returns the selectors of gauges or labels that the server lacks."""
     unknown = []
     for family, selector in SERIES.findall(text):
         known = FAMILIES.get(family)

@@ -1,4 +1,4 @@
-"""The engine's link: what crosses it comes out equal, and what should not cross it is refused with one error."""
+"""The engine's link: values that cross it come out equal, and invalid ones are refused with one error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ ANSWER = EngineOutput("r", [1, 2], [-0.5, -1.0], FinishReason.STOP_WORDS, FAILUR
 
 
 def same(left: object, right: object) -> bool:
-    """Equality of dataclasses that hold arrays."""
+    """Returns whether dataclasses that hold arrays are equal."""
     return pack(left) == pack(right) and type(left) is type(right)
 
 
@@ -89,7 +89,7 @@ def test_objects_do_not_cross():
 
 
 def plain_command(**changes: object) -> bytes:
-    """A submit as a map, with fields of its request changed."""
+    """Returns a submit command as a map, with changed fields of its request."""
     call = msgpack.unpackb(pack(Command("submit", "", request("r", [1, 2]))))
     call["request"] |= changes
     return pack(call)
@@ -142,7 +142,7 @@ def test_a_text_that_is_no_failure_is_not_taken_for_one(text: str):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """The socket of a link to a fake engine."""
+    """Connects a socket to the link of a fake engine."""
     engine, _ = fake_engine()
     loop = EngineLoop(engine)
     server = LinkServer(loop, HANDSHAKE, tmp_path / "engine.sock")

@@ -1,4 +1,4 @@
-"""The llmapi contract without a server: its names and defaults."""
+"""Names and defaults of the llmapi contract, without a server."""
 
 from __future__ import annotations
 

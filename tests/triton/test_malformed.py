@@ -1,4 +1,4 @@
-"""Checkpoints that must not be built: each gets one error, in one line, that names file or field and value."""
+"""Malformed checkpoints are refused with one line that names file or field and value."""
 
 from __future__ import annotations
 
@@ -264,13 +264,13 @@ def test_checkpoints_of_nothing(tmp_path: Path) -> None:
 
 
 def test_the_untouched_checkpoints_can_be_built(sources: dict[str, Path], tmp_path: Path) -> None:
-    """The control of all tests above."""
+    """The control: the unchanged checkpoint builds."""
     for family, source in sources.items():
         assert build_engines(source, source, tmp_path / family).target.spec.family == family
 
 
 def test_numbers_are_checked_across_blocks(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
-    """A tensor of many blocks: the index in the error is that of the whole tensor."""
+    """In a tensor of many blocks, the error's index counts from the start of the tensor."""
     monkeypatch.setattr("faser_backend.engines.arrays.BLOCK_ELEMENTS", 100)
     tensors = load_file(checkpoint / WEIGHTS)
     tensors[UP][40, 9] = float("nan")

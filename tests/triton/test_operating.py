@@ -37,7 +37,7 @@ TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 
 class Collector:
-    """A collector of OpenTelemetry. spans: all that it received, as messages of the protocol."""
+    """An OpenTelemetry collector. spans: all received ones, as messages of the protocol."""
 
     def __init__(self, port: int) -> None:
         self.url = f"http://127.0.0.1:{port}"
@@ -133,7 +133,7 @@ class Operated:
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> tuple[Path, Path]:
-    """Two directories of the same vocabulary and different weights."""
+    """Builds two directories with the same vocabulary and different weights."""
     first, second = (build_pair(tmp_path_factory.mktemp(f"pair{seed}"), max_context=2048, seed=seed) for seed in (0, 1))
     return first, second
 
@@ -228,7 +228,7 @@ def test_lines_of_the_log_name_their_requests(server: Operated):
 
 
 def in_the_background(count: int, work: Any) -> list[Any]:
-    """Starts work; returns its thread and where its result goes."""
+    """Starts work on a thread. Returns the thread and the list for its result."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(work(count)))
     thread.start()
@@ -236,7 +236,7 @@ def in_the_background(count: int, work: Any) -> list[Any]:
 
 
 def ask_until(is_over: threading.Event, work: Any) -> tuple[threading.Thread, list[tuple[float, float, Any]]]:
-    """Starts a thread that asks again and again; returns it and its answers, each with its begin and its end."""
+    """Starts a thread that repeats a request. Returns it and its answers, each with start and end time."""
     answers: list[tuple[float, float, Any]] = []
 
     def ask() -> None:
@@ -257,7 +257,7 @@ def wait_for_active(server: Operated, count: int) -> None:
 
 
 def wait_for_text_of_another_engine(server: Operated, before: str) -> None:
-    """Text models turn to a new engine a moment after Triton has."""
+    """Text models switch to a new engine a moment after Triton does."""
     deadline = time.monotonic() + 20
     while before.startswith(server.text(40)):
         assert time.monotonic() < deadline

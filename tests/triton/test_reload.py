@@ -1,4 +1,4 @@
-"""Requests of `faser reload` to a server, and when it makes none; test_operating.py has a real one do it."""
+"""Requests of `faser reload` to a fake server, and refusals without one; test_operating.py reloads a real server."""
 
 from __future__ import annotations
 

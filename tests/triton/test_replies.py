@@ -1,4 +1,4 @@
-"""Tensors out, without a server: replies unary and streamed, and the two converters."""
+"""Tensors of unary and streamed replies and of the two converters, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spans and lines of a log of requests that never were; test_operating.py shows those of a real server."""
+"""Spans and log lines of made-up requests; test_operating.py checks those of a real server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MS = 1_000_000
 
 
 def life_of(num_sequences: int = 1, num_rounds: int = 3, **fields: Any) -> RequestLife:
-    """Two tokens a round, of which the first come 10 ms after the request and the last at its end."""
+    """Returns a request with two tokens per round, the first 10 ms after its start and the last at its end."""
     life = RequestLife("7-0", 0, ended_ns=100 * MS, **fields)
     for index in range(num_sequences):
         request_id = f"7-0.{index}"

@@ -35,7 +35,7 @@ def server(engine_dir: Path) -> Iterator[TritonServer]:
 
 
 class Said(NamedTuple):
-    """An answer as the front end has it: texts of its responses, their usage, which one was marked as final."""
+    """An answer in the front end: texts of its responses, their usage, and the one marked as final."""
 
     texts: list[str]
     num_input: list[int]
@@ -44,7 +44,7 @@ class Said(NamedTuple):
 
 
 def read_text(result: Any) -> str:
-    """Its reading of a string: one of them, whatever the rank."""
+    """Reads one string from a tensor of any rank, as the front end does."""
     text = result.as_numpy("text_output")
     if text is None:
         return ""
@@ -100,7 +100,7 @@ def test_a_completion_is_one_response_and_the_same_streamed(server: TritonServer
 
 
 def test_echo(server: TritonServer):
-    """A chat has no field for the prompt, and relies on the parameter of the model."""
+    """A chat request has no field for the prompt, and relies on the model's parameter."""
     assert ask(server, "ensemble", stream=False, **{ECHO: False}).texts[0].startswith(PROMPT)
     chat = ask(server, "ensemble", stream=False)
     assert chat.texts[0] == ask(server, "ensemble", stream=False, **{ECHO: True}).texts[0]

@@ -1,4 +1,4 @@
-"""Warming up: every batch size is run, and nothing of it is left but what was to be warmed."""
+"""A warm-up runs every batch size and leaves no requests, metrics or observations behind."""
 
 from __future__ import annotations
 
