@@ -76,7 +76,7 @@ class BuildOptions(OptionTable):
             raise ConfigError(f"--max-context = {self.max_context}: must be at least {MIN_CONTEXT} tokens")
         compiled = [name for name, spec in RUNTIMES.items() if spec.tensorrt]
         for name in ("max_num_seqs", "max_prefill_tokens", "compute_capability"):
-            if (value := getattr(self, name)) and self.runtime not in compiled:
+            if (value := getattr(self, name)) not in (None, "") and self.runtime not in compiled:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} = {value}: applies to --runtime {' and '.join(compiled)} only")
 
