@@ -42,21 +42,15 @@ DRAFTS = {"(ngram)": "ngram", "(model+ngram)": "model+ngram"}
 PLACES = ("process", "triton")
 WARM_TOKENS = 16
 COLUMNS = (
-    Column("where", "place"),
-    Column("T", "temperature", "{:g}"),
-    Column("clients", "num_clients"),
-    Column("contestant", lambda row: f"`{row['policy']}`"),
-    Column("tokens/s", "tokens_per_s", "{:.0f}"),
+    Column("where", "place"), Column("T", "temperature", "{:g}"), Column("clients", "num_clients"),
+    Column("contestant", lambda row: f"`{row['policy']}`"), Column("tokens/s", "tokens_per_s", "{:.0f}"),
     Column("over the first", lambda row: median(row["ratios"]), "{:.2f}x"),
     Column("lowest to highest", lambda row: f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"),
-    Column("ttft p50 ms", "ttft_ms_p50", "{:.1f}"),
-    Column("p99", "ttft_ms_p99", "{:.1f}"),
-    Column("itl p50 ms", "itl_ms_p50", "{:.2f}"),
-    Column("tpot p50 ms", "tpot_ms_p50", "{:.2f}"),
-    Column("kept", "mean_accepted", "{:.2f}"),
-    Column("of what was drafted", "acceptance_rate", "{:.2f}"),
+    Column("ttft p50 ms", "ttft_ms_p50", "{:.1f}"), Column("p99", "ttft_ms_p99", "{:.1f}"),
+    Column("itl p50 ms", "itl_ms_p50", "{:.2f}"), Column("tpot p50 ms", "tpot_ms_p50", "{:.2f}"),
+    Column("kept", "mean_accepted", "{:.2f}"), Column("of what was drafted", "acceptance_rate", "{:.2f}"),
     Column("other answers", "num_different"),
-)
+)  # fmt: skip
 SHADES = {"light": "default", "dark": "dark_background"}  # styles of matplotlib
 COLOURS = ("#c8344b", "#e8788a", "#1f5591", "#6ba3d6", "#2a9d8f", "#8fd0c6", "#8e6bbd", "#c3aee0", "#b08900", "#e0c46c")
 

@@ -16,17 +16,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 from tqdm import tqdm
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.request import FinishReason, Request, Sampling
+from faser_backend.core.request import FinishReason, Request
 from faser_backend.cpu.noise import GumbelNoise
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.checks.target import OpenTarget
-from faser_backend.lab.drive import write_all
+from faser_backend.lab.drive import InProcess, write_all
 from faser_backend.lab.prompts import DEMO_PROMPTS, interleaved
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.lab.tables import Column, markdown_table, write_results
@@ -38,17 +37,12 @@ from faser_backend.serving.profile_store import load_knowledge
 from faser_backend.text.prompts import read_prompts
 
 COLUMNS = (
-    Column("way", "name"),
-    Column("answers", "num_answers"),
-    Column("cancelled", "num_cancelled"),
-    Column("preemptions so far", "num_preemptions"),
-    Column("overlapped time", "overlap_share", "{:.0%}"),
-    Column("pruned rows", "num_pruned"),
-    Column("tokens compared", "num_tokens"),
-    Column("near-ties", "num_near_ties"),
-    Column("largest margin", "largest_margin", "{:.1e}"),
+    Column("way", "name"), Column("answers", "num_answers"), Column("cancelled", "num_cancelled"),
+    Column("preemptions so far", "num_preemptions"), Column("overlapped time", "overlap_share", "{:.0%}"),
+    Column("pruned rows", "num_pruned"), Column("tokens compared", "num_tokens"),
+    Column("near-ties", "num_near_ties"), Column("largest margin", "largest_margin", "{:.1e}"),
     Column("unexplained", lambda row: len(row["unexplained"])),
-)
+)  # fmt: skip
 SEED = 20
 POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "goodput", "gp-lcb", "survival", "faser")
 NEAR_TIE = 1e-3  # in units of scaled logits; logits of two call shapes differ by about 1e-5
@@ -194,17 +188,9 @@ def main() -> int:
 
 
 def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperature: float) -> list[Request]:
-    prompts = interleaved(read_prompts(DEMO_PROMPTS))
-    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
-    return [
-        Request(
-            f"p{index}",
-            np.array(tokenizer.encode(job.prompt).ids, np.int64),
-            job.max_tokens,
-            Sampling(temperature=job.temperature, seed=job.seed),
-        )
-        for index, job in enumerate(jobs_of(prompts, num_prompts, max_tokens, temperature, SEED))
-    ]
+    jobs = jobs_of(interleaved(read_prompts(DEMO_PROMPTS)), num_prompts, max_tokens, temperature, SEED)
+    engines = InProcess(engine_dir, {})
+    return [engines.request(index, job) for index, job in enumerate(jobs)]
 
 
 def check(

@@ -68,17 +68,12 @@ def main() -> None:
         )
     if args.json is not None:
         result = {
-            "runtime": target.manifest.runtime,
-            "weights": model.weight_format.title,
-            "threads": args.threads,
-            "context": args.context,
-            "logits": args.logits,
-            "bandwidth_gb_s": bandwidth / 1e9,
-            "peak_gflops": peak / 1e9,
-            "weight_bytes": model.num_weight_bytes,
+            "runtime": target.manifest.runtime, "weights": model.weight_format.title, "threads": args.threads,
+            "context": args.context, "logits": args.logits, "bandwidth_gb_s": bandwidth / 1e9,
+            "peak_gflops": peak / 1e9, "weight_bytes": model.num_weight_bytes,
             "rows_ms": {str(count): middle for count, (_, middle, _) in quartiles.items()},
             "rows_ms_quartiles": {str(count): [low, high] for count, (low, _, high) in quartiles.items()},
-        }
+        }  # fmt: skip
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -69,11 +69,8 @@ def main() -> None:
     for engine_dir, other, parts in zip(args.engine_dirs, others, found, strict=True):
         is_same, mean, largest, lost = np.concatenate(parts, axis=1)
         rows.append({
-            "engine": title_of(engine_dir, other),
-            "num_rows": is_same.size,
-            "same_best_token": float(is_same.mean()),
-            "mean_logit_difference": float(mean.mean()),
-            "max_logit_difference": float(largest.max()),
+            "engine": title_of(engine_dir, other), "num_rows": is_same.size, "same_best_token": float(is_same.mean()),
+            "mean_logit_difference": float(mean.mean()), "max_logit_difference": float(largest.max()),
             "perplexity_ratio": float(np.exp(lost.mean())),
         })  # fmt: skip
     told = title_of(args.reference_dir, reference)

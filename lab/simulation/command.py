@@ -6,13 +6,15 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.lab import traces
 from faser_backend.lab.command_options import SimulateOptions
 from faser_backend.lab.contestants import (
     FIXED_REFERENCE,
@@ -24,32 +26,12 @@ from faser_backend.lab.contestants import (
 )
 from faser_backend.lab.environment import commit
 from faser_backend.lab.progress import progress_bar
+from faser_backend.lab.simulation import worlds
 from faser_backend.lab.simulation.engine import World, build_sim_engine, run_open_loop
-from faser_backend.lab.simulation.worlds import (
-    ACCEPTANCE,
-    EXIT_AUC,
-    behind_host,
-    profile_world,
-    roofline_world,
-    spread_levels,
-    with_levels,
-)
 from faser_backend.lab.tables import Column, check_output, markdown_table
-from faser_backend.lab.traces import (
-    Trace,
-    arriving_as,
-    fitted_to,
-    read_trace,
-    scaled,
-    with_mean_lengths,
-    with_rate_curve,
-)
 from faser_backend.profiling.tables import table_console, terminal_table
 from faser_backend.serving.processes import die_with_parent, terminable
 
-J = TypeVar("J")
-R = TypeVar("R")
-POLL_S = 1.0  # between two checks that all workers are alive
 AT_ONCE = 9e5  # requests per second
 MOST_REQUESTS = 1000  # unless more are asked for
 REPORT_BYTES = 1 << 20  # of both files, at most
@@ -57,26 +39,17 @@ MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted:
 LEAST_HEADROOM = 0.01  # of the reference's time, below which a share of it means nothing
 EXCLUSIVE = (("peak_trough", "arrivals"), ("rate", "loads"), ("spread", "mix"), ("acceptance", "mix"))
 RANGES = {
-    "acceptance": (0.0, 1.0),
-    "exit_auc": (0.5, 1.0),
-    "spread": (0.0, 0.5),
-    "draft_call_ms": (0.0, 1e3),
+    "acceptance": (0.0, 1.0), "exit_auc": (0.5, 1.0), "spread": (0.0, 0.5), "draft_call_ms": (0.0, 1e3),
     "host_step_ms": (0.0, 1e3),
-}
+}  # fmt: skip
 COLUMNS = (
-    Column("policy", "policy"),
-    Column("tok/s", "tokens_per_s", "{:.0f}"),
-    Column("x", "speedup", "{:.2f}"),
-    Column("e2e mean s", "e2e_s_mean", "{:.2f}"),
-    Column("change", "e2e_change", "{:+.0%}"),
-    Column("of oracle's headroom", "headroom_share", "{:.0%}"),
-    Column("ttft p50 ms", "ttft_ms_p50", "{:.0f}"),
-    Column("tpot p50 ms", "tpot_ms_p50", "{:.1f}"),
-    Column("kept", "mean_accepted", "{:.2f}"),
-    Column("pruned", "pruned_share", "{:.1%}"),
-    Column("overlap", "overlap_share", "{:.0%}"),
+    Column("policy", "policy"), Column("tok/s", "tokens_per_s", "{:.0f}"), Column("x", "speedup", "{:.2f}"),
+    Column("e2e mean s", "e2e_s_mean", "{:.2f}"), Column("change", "e2e_change", "{:+.0%}"),
+    Column("of oracle's headroom", "headroom_share", "{:.0%}"), Column("ttft p50 ms", "ttft_ms_p50", "{:.0f}"),
+    Column("tpot p50 ms", "tpot_ms_p50", "{:.1f}"), Column("kept", "mean_accepted", "{:.2f}"),
+    Column("pruned", "pruned_share", "{:.1%}"), Column("overlap", "overlap_share", "{:.0%}"),
     Column("mean batch", "mean_batch_size", "{:.0f}"),
-)
+)  # fmt: skip
 NOTES = (
     "x and change: throughput and mean end-to-end latency against `fixed:4`, the fixed length that stands for VSD. Of "
     "oracle's headroom: the share of the time that the oracle saves over `fixed:4` that a policy saves too. Kept: "
@@ -111,39 +84,39 @@ def load_shares(options: SimulateOptions) -> list[float]:
     return _numbers("--loads", options.loads, "shares of a capacity in (0, 10], e.g. 0.5,0.7,0.9,1.2", 10.0)
 
 
-def make_trace(options: SimulateOptions) -> Trace:
+def make_trace(options: SimulateOptions) -> traces.Trace:
     """Raises ConfigError for a file that is no trace, or too short."""
-    trace = read_trace(options.trace, options.requests or MOST_REQUESTS, may_be_shorter=options.requests is None)
+    trace = traces.read_trace(options.trace, options.requests or MOST_REQUESTS, may_be_shorter=options.requests is None)
     if options.arrivals is not None:
-        trace = arriving_as(trace, read_trace(options.arrivals, len(trace)))
+        trace = traces.arriving_as(trace, traces.read_trace(options.arrivals, len(trace)))
     if options.lengths is not None:
         means = _numbers("--lengths", options.lengths, "mean prompt and output tokens, e.g. 755/200", 1e6)
-        trace = with_mean_lengths(trace, *means)
+        trace = traces.with_mean_lengths(trace, *means)
     if options.peak_trough is not None:
-        return with_rate_curve(trace, options.rate or trace.rate, options.peak_trough, options.seed)
-    return trace if options.rate is None else scaled(trace, options.rate)
+        return traces.with_rate_curve(trace, options.rate or trace.rate, options.peak_trough, options.seed)
+    return trace if options.rate is None else traces.scaled(trace, options.rate)
 
 
-def make_world(options: SimulateOptions, trace: Trace) -> tuple[World, Trace]:
+def make_world(options: SimulateOptions, trace: traces.Trace) -> tuple[World, traces.Trace]:
     """And the trace, with lengths that fit where a profiled engine's context is short. Raises ConfigError."""
-    mean = options.acceptance or ACCEPTANCE
+    mean = options.acceptance or worlds.ACCEPTANCE
     if options.profile is not None:
-        world = profile_world(options.profile, options.max_num_seqs, options.acceptance)
-        trace = fitted_to(trace, world.max_context)
+        world = worlds.profile_world(options.profile, options.max_num_seqs, options.acceptance)
+        trace = traces.fitted_to(trace, world.max_context)
     else:
         assert options.hardware is not None and options.pair is not None
-        exit_auc = options.exit_auc or EXIT_AUC
-        world = roofline_world(
+        exit_auc = options.exit_auc or worlds.EXIT_AUC
+        world = worlds.roofline_world(
             options.hardware, options.pair, max_context=trace.longest, acceptance=mean, exit_auc=exit_auc
         )
     if options.mix is not None:
         levels = _numbers("--mix", options.mix, "two acceptances in (0, 1), e.g. 0.9/0.6", 1.0 - 1e-9)
         words = f"half of them agree at {levels[0]:.0%} of positions, half at {levels[1]:.0%}"
-        world = with_levels(world, levels, words)
+        world = worlds.with_levels(world, levels, words)
     if options.spread is not None:
         words = f"normal around {mean:.0%} with standard deviation {options.spread:g}, cut to 2 to 98 %"
-        world = with_levels(world, spread_levels(mean, options.spread), words)
-    return behind_host(world, options.draft_call_ms, options.host_step_ms), trace
+        world = worlds.with_levels(world, worlds.spread_levels(mean, options.spread), words)
+    return worlds.behind_host(world, options.draft_call_ms, options.host_step_ms), trace
 
 
 def _numbers(option: str, text: str, meaning: str, most: float) -> list[float]:
@@ -170,30 +143,20 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     if shares:
         capacity = find_capacity(options)
         rates = [share * capacity["requests_per_s"] for share in shares]
-        loads = {
-            f"Load {share:g}, {rate:.3g} requests/s": options.model_copy(update={"rate": rate, "loads": None})
-            for share, rate in zip(shares, rates, strict=True)
-        }
+        names = [f"Load {share:g}, {rate:.3g} requests/s" for share, rate in zip(shares, rates, strict=True)]
+        copies = [options.model_copy(update={"rate": rate, "loads": None}) for rate in rates]
+        loads = dict(zip(names, copies, strict=True))
     jobs = [(loaded, contestant) for loaded in loads.values() for contestant in contestants]
     simulated = iter(simulate_all(jobs, "simulating"))
     tables = {load: compared([next(simulated) for _ in contestants], load) for load in loads}
     meta = {
-        "world": world.name,
-        "trace": options.trace.name,
-        "arrivals": trace.description,
-        "num_requests": len(trace),
+        "world": world.name, "trace": options.trace.name, "arrivals": trace.description, "num_requests": len(trace),
         "mean_prompt_tokens": float(trace.num_prompt_tokens.mean()),
         "mean_output_tokens": float(trace.num_output_tokens.mean()),
-        "max_num_seqs": options.max_num_seqs,
-        "max_prefill_tokens": options.max_prefill_tokens,
-        "num_kv_tokens": world.num_kv_tokens,
-        "seed": options.seed,
-        "commit": commit(),
-        "command": command,
-        "capacity": capacity,
-        "assumptions": list(world.assumptions),
-        "missing": missing,
-    }
+        "max_num_seqs": options.max_num_seqs, "max_prefill_tokens": options.max_prefill_tokens,
+        "num_kv_tokens": world.num_kv_tokens, "seed": options.seed, "commit": commit(), "command": command,
+        "capacity": capacity, "assumptions": list(world.assumptions), "missing": missing,
+    }  # fmt: skip
     rows = [row for table in tables.values() for row in table]
     (options.output / "simulation.json").write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     (options.output / "simulation.md").write_text(markdown(meta, tables))
@@ -202,11 +165,8 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
         title = load or f"{world.name}: {len(trace)} requests, {trace.description}"
         cells = [[column.show(row) for column in COLUMNS] for row in table]
         console.print(terminal_table(title, [column.heading for column in COLUMNS], cells))
-    for line in [
-        *(f"not simulated: {each}" for each in missing),
-        "assumptions:",
-        *(f"- {a}" for a in world.assumptions),
-    ]:
+    told = [f"not simulated: {each}" for each in missing]
+    for line in [*told, "assumptions:", *(f"- {each}" for each in world.assumptions)]:
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"wrote {options.output / 'simulation.json'} and .md")
 
@@ -220,31 +180,24 @@ def find_capacity(options: SimulateOptions) -> Row:
 
 
 def simulate_all(jobs: list[tuple[SimulateOptions, Contestant]], what: str) -> list[Row]:
-    """A row of each, side by side on all cores, in the order of the jobs."""
+    """Returns a row of each job, in order, from processes on all cores. Raises FaserError if one was killed.
+
+    An error or an interrupt ends the processes in the middle of their work, and none outlives this one.
+    """
     num_workers = min(len(os.sched_getaffinity(0)), len(jobs))
     with terminable(), progress_bar() as bar:
-        results = map(simulate_one, jobs) if num_workers == 1 else in_processes(simulate_one, jobs, num_workers)
-        return list(bar.track(results, total=len(jobs), description=what))
-
-
-def in_processes(work: Callable[[J], R], jobs: Sequence[J], num_workers: int) -> Iterator[R]:
-    """Yields the result of `work` for each job, in order. Raises FaserError if a worker was killed.
-
-    An error or an interrupt ends the workers in the middle of their work, and none outlives this process.
-    """
-    others = set(multiprocessing.active_children())
-    # ProcessPoolExecutor cannot end work that has begun.
-    with multiprocessing.get_context("spawn").Pool(num_workers, _follow_parent, (os.getpid(),)) as pool:
-        workers = set(multiprocessing.active_children()) - others
-        results = pool.imap(work, jobs)
-        for _ in jobs:
-            while True:
-                try:
-                    yield results.next(timeout=POLL_S)
-                    break
-                except multiprocessing.TimeoutError:
-                    if not all(worker.is_alive() for worker in workers):
-                        raise FaserError("a process that worked on this was killed; is there enough memory?") from None
+        if num_workers == 1:
+            return list(bar.track(map(simulate_one, jobs), total=len(jobs), description=what))
+        context, others = multiprocessing.get_context("spawn"), set(multiprocessing.active_children())
+        with ProcessPoolExecutor(num_workers, context, _follow_parent, (os.getpid(),)) as pool:
+            try:
+                return list(bar.track(pool.map(simulate_one, jobs), total=len(jobs), description=what))
+            except BrokenProcessPool:
+                raise FaserError("a process that worked on this was killed; is there enough memory?") from None
+            except BaseException:
+                for worker in set(multiprocessing.active_children()) - others:  # the pool would wait for them
+                    worker.kill()
+                raise
 
 
 def _follow_parent(pid: int) -> None:

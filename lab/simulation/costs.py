@@ -28,16 +28,8 @@ LAYER_FLOOR_US = 12.0  # launches and small kernels of a layer, in a CUDA graph
 ALL_REDUCE_US = 8.0  # latency of one all-reduce; two per layer
 MEMORY_SHARE = 0.90  # of a GPU, for weights and KV
 ACTIVATION_BYTES = 2e9  # per GPU
-OVERHEAD = OverheadCost(
-    step_us=60.0,
-    step_sequence_us=0.5,
-    step_row_us=0.1,
-    draft_us=15.0,
-    draft_sequence_us=0.1,
-    exit_us=40.0,
-    exit_row_us=0.05,
-    lanes_us=20.0,
-)
+# step, its sequences, its rows; draft call, its sequences; exit, its rows; lanes
+OVERHEAD = OverheadCost(60.0, 0.5, 0.1, 15.0, 0.1, exit_us=40.0, exit_row_us=0.05, lanes_us=20.0)
 DRAFT_SMS = (8, 16, 24, 32, 48, 64)  # SMs that a split leaves to the draft
 # Bandwidth that a share of the SMs can draw: from published times of a small drafter's step (batch 16, H200) on 32, 48
 # and 64 of 132 SMs, 1.33, 1.21 and 1.09 times that on all, with the floor taken off; in proportion below.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,10 @@ from faser_backend.lab.steps import StepLog, figures
 from faser_backend.lab.traces import Trace
 from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.joint import JointProposer
+from faser_backend.pipeline.ngram import NgramProposer
+from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
@@ -76,10 +81,9 @@ class Outcome:
     def summary(self) -> dict[str, Any]:
         """Returns plain figures for tables and JSON."""
         steps = figures(self.log, self.num_layers)
-        num_tokens = sum(answer.num_tokens for answer in self.answers)
         return {
             "num_requests": len(self.answers),
-            "num_tokens": num_tokens,
+            "num_tokens": sum(answer.num_tokens for answer in self.answers),
             "makespan_s": self.seconds,
             **summarise(self.answers, self.seconds),
             **steps,
@@ -88,16 +92,19 @@ class Outcome:
         }
 
 
-def run_open_loop(sim: SimEngine, trace: Trace) -> Outcome:
-    """Submits requests at the trace's times, whatever the engine does. Raises FaserError if one fails."""
+def run_open_loop(sim: SimEngine, trace: Trace, temperatures: Sequence[float] = (0.0,)) -> Outcome:
+    """Submits requests at the trace's times, whatever the engine does. Raises FaserError if one fails.
+
+    temperatures: of the requests, in rotation.
+    """
     lengths = zip(trace.num_prompt_tokens.tolist(), trace.num_output_tokens.tolist(), strict=True)
     requests = [
-        Request(str(index), np.zeros(num_prompt, np.int64), num_output, Sampling(seed=index))
-        for index, (num_prompt, num_output) in enumerate(lengths)
+        Request(str(index), np.zeros(num_prompt, np.int64), num_output, Sampling(temperature, seed=index))
+        for index, ((num_prompt, num_output), temperature) in enumerate(zip(lengths, cycle(temperatures)))
     ]
     log = StepLog(sim.engine, with_laps=False)
-    feed = OpenLoop(trace.arrivals_s.tolist())
-    answers, seconds = finished(serve_requests(sim.engine, sim.clock, requests, feed))
+    run = serve_requests(sim.engine, sim.clock, requests, OpenLoop(trace.arrivals_s.tolist()))
+    answers, seconds = finished(run)
     return Outcome(answers, seconds, log, sim.num_layers, sim.engine.metrics().num_preemptions)
 
 
@@ -129,11 +136,18 @@ def build_sim_engine(
         )
     clock = SimClock()
     sampler = SimSampler(outcomes)
+
+    def make_proposer(times: PhaseTimes, block_tables: np.ndarray) -> Proposer:
+        model = SimProposer(sampler, times, block_tables, clock, world.costs.overhead)
+        if config.draft != "model+ngram":
+            return model
+        return JointProposer(model, NgramProposer(times, VOCAB_SIZE, keeps_probs=False), config.max_prefill_tokens)
+
     ports = Ports(
         _partitions(world, clock, is_drafting=policy.is_drafting),
         sampler,
         clock,
-        lambda times, block_tables: SimProposer(sampler, times, block_tables, clock, world.costs.overhead),
+        make_proposer,
         num_blocks,
         KV_BLOCK_SIZE,
         Limits(VOCAB_SIZE, world.max_context + 1),
@@ -175,7 +189,11 @@ class OraclePolicy:
         self._costs = costs
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        accepted = np.array([min(self._num_accepted(sequence), MAX_ADAPTIVE_TOKENS) for sequence in sequences])
+        found = (self._outcomes.num_accepted(each.slot, each.num_tokens) for each in sequences)
+        most = (
+            min(each.num_remaining_tokens - 1, MAX_ADAPTIVE_TOKENS) for each in sequences
+        )  # the last one is a bonus
+        accepted = np.array([*map(min, found, most)])
         lengths = np.arange(int(accepted.max()) + 1)
         rows = np.minimum(accepted[:, None], lengths).sum(axis=0) + len(sequences)  # [L]: all emit a token
         context = self._costs.batch_context([float(sequence.num_tokens) for sequence in sequences])
@@ -184,11 +202,6 @@ class OraclePolicy:
 
     def observe(self, record: StepRecord) -> None:
         """Learns nothing."""
-
-    def _num_accepted(self, sequence: RunningSequence) -> int:
-        """The last token of a request is the one behind its draft."""
-        found = self._outcomes.num_accepted(sequence.slot, sequence.num_tokens)
-        return min(found, sequence.num_remaining_tokens - 1)
 
     def _step_us(self, rows: np.ndarray, accepted: np.ndarray, lengths: np.ndarray, context: int) -> np.ndarray:
         """[L] time of a step that drafts up to each length."""

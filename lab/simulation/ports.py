@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache, partial
 from typing import NoReturn
 
 import numpy as np
@@ -89,9 +90,11 @@ class SimRunner:
         self.exits = exits
         self.vocab_size = VOCAB_SIZE
         self.max_logit_rows: int | None = None
-        self._model, self._partition = model, partition
+        self._model = model
         self._costs = costs
         self._clock = clock
+        self._predict = cache(partial(costs.call_us, model, partition))
+        self._has_keys = any(each.keys.values_us.any() or each.cell_key_us for each in costs.segments[model, partition])
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """Advances the clock. Returns [T, 1] in place of hidden states, [R, 1] in place of logits."""
@@ -116,13 +119,11 @@ class SimRunner:
     def _call_us(self, segment: int, rows: RowBatch) -> float:
         # Unpadded, the mean context is exact: keys are charged by their sum over the sequences.
         return float(
-            self._costs.call_us(
-                self._model,
-                self._partition,
+            self._predict(
                 rows.num_rows,
                 rows.num_sequences,
-                self._costs.batch_context(rows.context_lens.tolist()),
-                max_rows=int(rows.rows_per_sequence.max()),
+                self._costs.batch_context(rows.context_lens.tolist()) if self._has_keys else 0,
+                max_rows=int(rows.rows_per_sequence.max()) if self._costs.is_padded else None,
                 num_logit_rows=rows.logit_rows.size,
                 first_segment=segment,
                 last_segment=segment + 1,

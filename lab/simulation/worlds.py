@@ -18,6 +18,7 @@ from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.serving.profile_store import load_cost_model
 
 AGREEMENT = ("Draft and target agree", "Acceptance is that")  # how what is assumed of acceptance begins
+DECODING = "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no time."
 SPREAD_LEVELS = 64  # acceptances that stand for a normal distribution
 ACCEPTANCE = 0.75  # share of positions at which draft and target agree, of pairs that nobody has traced here
 EXIT_AUC = 0.75  # of an exit at a fifth of the depth, given the draft's margin
@@ -53,8 +54,7 @@ def roofline_world(
             f"Exit after layer {', '.join(map(str, pair.exit_layers))} of {pair.target.num_layers}: its margin tells "
             f"accepted from rejected tokens with AUC {exit_auc:g} beyond what the draft's margin tells; its threshold "
             f"keeps {RETENTION:.0%} of the tokens that would be accepted.",
-            "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no "
-            "time.",
+            DECODING,
         ),
     )
 
@@ -117,8 +117,7 @@ def profile_world(
             f"Acceptance is that {level} ({kind} texts)."
             + "".join(f" Exit at {layer}: AUC {auc:.2f}." for (_, layer), auc in zip(exits, aucs, strict=True)),
             "Prompt chunks pay for their model calls alone. Calls of a shape that was never seen cost no more.",
-            "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no "
-            "time.",
+            DECODING,
         ),
     )
 
