@@ -93,7 +93,7 @@ def make_app(
 
 
 class _Endpoints:
-    """The endpoints. Those that generate read the body, tokenise beside the event loop, and return the response."""
+    """The endpoints. Those that generate read the body, tokenise off the event loop, and return the response."""
 
     client: TokenClient
 
@@ -283,7 +283,7 @@ class Callers:
     """
 
     def __init__(self, keys: Sequence[str] = (), host: str = "127.0.0.1", origins: Sequence[str] = ()) -> None:
-        """keys: empty to allow every client. host: the listening address. origins: allowed beside the server's own."""
+        """keys: empty to allow every client. host: the listening address. origins: allowed besides the server's own."""
         self.origins = tuple(origins)
         self._keys = [key.encode() for key in keys]
         self._names = {host, *(_name_of(urlsplit(origin).netloc) for origin in origins)}

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from faser_backend.openai.errors import ApiError, to_json
 
 MAX_CONNECTIONS = 2048
-SPARE_FILES = 128  # open files beside connections
+SPARE_FILES = 128  # open files besides connections
 MAX_HEAD_BYTES = 16 << 10
 MAX_CHUNKS = 2048  # per body: a chunk of one byte costs as much as one of a mebibyte
 HEAD_S = 10.0  # for a request's head, and for the rest of a body that has been answered

@@ -55,7 +55,7 @@ MAX_LOGITS_BYTES = 1 << 30  # of one sequence
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """One sequence of a client's request: what the engine is asked, and how to show the answer."""
+    """One sequence of a client's request: the engine's request, and the form of the answer."""
 
     request: Request
     prompt_text: str | None  # None at the token level

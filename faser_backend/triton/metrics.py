@@ -23,15 +23,15 @@ LENGTHS = {  # of finished requests, in tokens; family -> its label
     "nv_llm_input_token_len": "total_input_tokens",
     "nv_llm_output_token_len": "total_output_tokens",
 }
-# Seconds of finished requests. Names and buckets of OpenTelemetry's conventions for servers of generative models, where
-# these have one; the wait in the queue is called as vLLM calls it.
+# Seconds of finished requests. Names and buckets follow OpenTelemetry's conventions for servers of generative models;
+# the time in the queue has vLLM's name.
 LATENCIES = {
     "gen_ai_server_time_to_first_token_seconds": (
         "From arrival to the first token",
         (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
     ),
     "gen_ai_server_time_per_output_token_seconds": (
-        "From the first token to the last, per token behind the first",
+        "From the first token to the last, per token after the first",
         (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5),
     ),
     "gen_ai_server_request_duration_seconds": (
@@ -43,10 +43,10 @@ LATENCIES = {
         (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
     ),
 }
-SPECULATION = {  # totals, as vLLM calls them
+SPECULATION = {  # totals, under vLLM's names
     "vllm:spec_decode_num_drafts_total": "Verifications of a sequence that had draft tokens",
     "vllm:spec_decode_num_draft_tokens_total": "Draft tokens",
-    "vllm:spec_decode_num_accepted_tokens_total": "Draft tokens that were accepted",
+    "vllm:spec_decode_num_accepted_tokens_total": "Accepted draft tokens",
 }
 
 
@@ -65,7 +65,7 @@ FAMILIES = {
         "GAUGE", "Requests in the engine", "request_type", ("active", "max", "scheduled", "context", "waiting")
     ),
     "nv_trt_llm_runtime_memory_metrics": Family(
-        "GAUGE", "Bytes that the engine's process holds", "memory_type", ("cpu", "gpu", "pinned")
+        "GAUGE", "Memory of the engine's process in bytes", "memory_type", ("cpu", "gpu", "pinned")
     ),
     "nv_trt_llm_kv_cache_block_metrics": Family(
         "GAUGE", "KV cache blocks", "kv_cache_block_type", ("max", "free", "used", "tokens_per", "reused", "fraction")
@@ -79,7 +79,7 @@ FAMILIES = {
     "nv_trt_llm_general_metrics": Family("GAUGE", "General", "general_type", ("timestamp", "iteration_counter")),
     "nv_trt_llm_speculative_decoding_metrics": Family(
         "GAUGE",
-        "Speculative decoding since the start; price: the tokens per second that a policy asks of any use of time",
+        "Speculative decoding since the start; price: tokens per second at the policy's optimum",
         "speculative_decoding_type",
         (
             *("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "wasted_tokens"),
@@ -88,14 +88,14 @@ FAMILIES = {
     ),
     "nv_trt_llm_cuda_graph_metrics": Family(
         "GAUGE",
-        "CUDA graphs since the start, and calls that run without because theirs could not be captured",
+        "CUDA graphs captured since the start, and captures that failed",
         "cuda_graph_type",
         ("captured", "failed_captures"),
     ),
-    # Dashboards read the lines; prompts are read and answered by one engine here, so they stay 0.
+    # Dashboards read these lines. One engine reads prompts and answers them, so they stay 0.
     "nv_trt_llm_disaggregated_serving_metrics": Family(
         "COUNTER",
-        "Disaggregated serving, which this engine does not do",
+        "Disaggregated serving, which this engine does not support",
         "disaggregated_serving_type",
         ("kv_cache_transfer_ms", "request_count"),
     ),
@@ -107,14 +107,14 @@ FAMILIES = {
     **{name: Family("COUNTER", text) for name, text in SPECULATION.items()},
     BY_POSITION: Family(
         "COUNTER",
-        "Draft tokens that were accepted, by place in their chain",
+        "Accepted draft tokens by position in their chain",
         "position",
         tuple(map(str, range(NUM_POSITIONS))),
     ),
     REQUESTS: Family(
         "COUNTER", "Requests that have ended", "finished_reason", tuple(reason.value for reason in FinishReason)
     ),
-    STEPS: Family("COUNTER", "Steps that verified something, by how draft and target took turns", "mode", STEP_KINDS),
+    STEPS: Family("COUNTER", "Steps with a verification, by pipeline mode", "mode", STEP_KINDS),
 }
 
 
@@ -200,9 +200,9 @@ class LastingFamily:
     """A family of metrics that its process never destroys.
 
     Destroying a metric removes it from the server's registry. While one engine replaces another, both share metrics of
-    the same labels: the end of the first would free the second's, and crash the server. A family with one of Triton's
-    own names would remove a model's counters. And at the end of a process, Python destroys objects after the queue to
-    the server, which is a fault.
+    the same labels, and the end of the first would free the second's and crash the server. A destroyed family with one
+    of Triton's own names would remove a model's counters. At the end of a process, Python destroys objects after the
+    queue to the server, which crashes.
     """
 
     def __init__(self, pb_utils: Any, kind: str, name: str, description: str) -> None:
@@ -274,7 +274,7 @@ class MetricReporter:
     def _add_totals(self, metrics: EngineMetrics) -> None:
         numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)
         totals = {(name, ""): number for name, number in zip(SPECULATION, numbers, strict=True)}
-        totals |= {(BY_POSITION, str(place)): n for place, n in enumerate(metrics.num_accepted_by_position)}
+        totals |= {(BY_POSITION, str(position)): n for position, n in enumerate(metrics.num_accepted_by_position)}
         totals |= {(STEPS, kind): n for kind, n in metrics.num_steps_by_kind.items()}
         for key, total in totals.items():
             if (new := total - self._last.get(key, 0)) > 0:
@@ -308,8 +308,8 @@ class ComposingCounters:
 
     TensorRT-LLM runs these three for such a request, and dashboards read their counters.
 
-    In Triton's registry a family with the name of its own is that family, and a metric with a model's labels that
-    model's counter. Increments are added up and sent twice a second, as each is a message to the server process.
+    In Triton's registry, a family with one of Triton's names is Triton's family, and a metric with a model's labels is
+    that model's counter. Increments are sent in sums twice a second, as each is a message to the server process.
     """
 
     def __init__(self, pb_utils: Any, version: str) -> None:
@@ -329,7 +329,7 @@ class ComposingCounters:
         reading, engine = life.parsed_ns - life.received_ns, life.answered_ns - life.parsed_ns
         writing, sending = life.postprocessing_ns, life.sending_ns
         queued, entering = life.queued_for_ns, max(0, life.submitted_ns - life.parsed_ns)
-        durations_ns = {  # whole, and of it in the queue, for input, inference and output
+        durations_ns = {  # in all; in the queue, for input, for inference, for output
             "preprocessing": (reading, 0, 0, reading, 0),
             "tensorrt_llm": (engine, queued, entering, max(0, engine - queued - entering), 0),
             "postprocessing": (writing + sending, 0, 0, writing, sending),
@@ -347,7 +347,7 @@ class ComposingCounters:
     def _run(self) -> None:
         is_closing = False
         while not is_closing:
-            is_closing = self._closing.wait(FLUSH_PERIOD_S)  # and once more for what came last
+            is_closing = self._closing.wait(FLUSH_PERIOD_S)  # then sends the last increments
             with self._lock:
                 pending, self._pending = self._pending, {}
             for key, amount in pending.items():

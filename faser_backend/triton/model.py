@@ -416,10 +416,10 @@ def _end_soon() -> None:
 
 def _engines_policy(config: dict[str, Any]) -> dict[str, str]:
     """Returns tensorrt_llm's transaction policy for `ensemble`, which has none in NVIDIA's templates."""
-    beside = Path(pb_utils.get_model_dir()).parents[1] / "tensorrt_llm" / "config.pbtxt"
-    if config["name"] != "ensemble" or not beside.is_file():
+    sibling = Path(pb_utils.get_model_dir()).parents[1] / "tensorrt_llm" / "config.pbtxt"
+    if config["name"] != "ensemble" or not sibling.is_file():
         return {}
-    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', beside.read_text())
+    found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', sibling.read_text())
     return given_parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else {}
 
 

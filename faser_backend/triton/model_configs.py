@@ -159,8 +159,7 @@ def _tensor_lines(specs: Iterable[TritonTensor], *, are_inputs: bool) -> str:
 
 
 def launch_text(text: str, *, is_decoupled: bool, parameters: Mapping[str, str]) -> str:
-    """Returns a shipped file with its parameters, batch size and transaction policy filled in, for a server that does
-    not complete configurations."""
+    """Returns a shipped file with parameters, batch size and transaction policy, for a server that completes none."""
     given = {_RENAMED.get(name, name): value for name, value in parameters.items()}
     values = {**TRUTHS, DECOUPLED_KEY: str(is_decoupled).lower(), **given}
     has_batch = f"${{{BATCH_SIZE_KEY}}}" in text

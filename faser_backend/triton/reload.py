@@ -30,7 +30,7 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> 
     parameters = given_parameters(config)
     served = parameters.get(DIRECTORY_KEY)
     if served is None:
-        raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: the server serves no directory of its own")
+        raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: its configuration names no directory")
     new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None, lambda *_: None)
     _check_vocabulary(Path(served), new)
     config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}

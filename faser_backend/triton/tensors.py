@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
-# A request parameter, of our own OpenAI server: errors then come as JSON of their code, field and text, because
-# Triton tells a client only its own few codes and a text.
+# A request parameter of our OpenAI server: errors come as JSON of code, field and text, as Triton reports only a few
+# codes and a text.
 JSON_ERRORS = "faser_json_errors"
 
 
