@@ -13,6 +13,7 @@ from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.cpu.sampler import NumpySampler
+from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.pipeline.rows import run_model
 from faser_backend.pipeline.step import StepRunner
 from tests.pipeline.test_engine import alone, random_requests
@@ -40,7 +41,7 @@ TRIMS = {
 class FakeLoop:
     """The definition of core.ports.DraftLoop: calls of a runner and a sampler, alternating."""
 
-    def __init__(self, runner: ModelRunner, sampler: NumpySampler) -> None:
+    def __init__(self, runner: ModelRunner, sampler: NumpySampler | TorchSampler) -> None:
         self._runner = runner
         self._sampler = sampler
         self.num_calls = 0

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import Sampling
@@ -20,6 +19,7 @@ from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import PreparedCall
 from faser_backend.manifest import ModelEngine
+from tests.cuda.test_draft_loop import FakeLoop
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_segments, write_checkpoint
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
@@ -71,37 +71,11 @@ class Drafting:
         if who.size:
             tokens = [self.tokens[i] for i in who]
             rows = make_rows(tokens, [0] * who.size, self.seen[who].tolist(), self.tables[who], np.zeros(0, np.int64))
-            hidden = None
-            for segment in range(runner.num_segments):
-                hidden = runner.run_segment(segment, rows, hidden)
+            run_segments(runner, rows)
 
     def rows(self):
         last = np.cumsum(self.num_rows) - 1
         return make_rows(self.tokens, self.seen.tolist(), self.num_rows.tolist(), self.tables, last)
-
-
-def in_turn(runner: CudaRunner, sampler: TorchSampler, drafting: Drafting, num_candidates: int) -> DraftTokens:
-    """The definition: a call and a draw per step, for chains that continue."""
-    starts, size = drafting.seen + drafting.num_rows, drafting.slots.size
-    width = int(drafting.lengths.max())
-    tokens, margins = np.zeros((size, width), np.int64), np.zeros((size, width), np.float32)
-    candidates = np.zeros((size, width, num_candidates), np.int64)
-    rows, active = drafting.rows(), np.arange(size)
-    for step in range(width):
-        hidden = run_segments(runner, rows)
-        drawing = SamplingRows(drafting.slots[active], starts[active] + step, active, active * 0 + step, tokens)
-        drawn = sampler.sample_draft(hidden, drawing, num_candidates)
-        tokens[active, step], margins[active, step] = drawn.tokens, drawn.margins
-        if drawn.candidates is not None:
-            candidates[active, step] = drawn.candidates
-        active = np.flatnonzero(drafting.lengths > step + 1)
-        places = (starts[active] + step).tolist()
-        padded = [
-            np.append(np.zeros(place, np.int64), tokens[i, step]) for i, place in zip(active, places, strict=True)
-        ]
-        if active.size:
-            rows = make_rows(padded, places, [1] * active.size, drafting.tables[active])
-    return DraftTokens(tokens, margins, candidates if num_candidates else None)
 
 
 def assert_equal_chains(drawn: DraftTokens, expected: DraftTokens, lengths: np.ndarray) -> None:
@@ -127,9 +101,10 @@ def test_chains_are_those_of_calls_in_turn(built, kinds: list[Sampling], num_can
             drafting.prefill(each)
         assert loop.can_draft(drafting.slots)
         drawn = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
-        assert_equal_chains(drawn, in_turn(host, sampler, drafting, num_candidates), drafting.lengths)
+        stepwise = FakeLoop(host, sampler).draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
+        assert_equal_chains(drawn, stepwise, drafting.lengths)
         torch.testing.assert_close(
-            runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0, msg="K/V of other places was written"
+            runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0, msg="K/V of other positions was written"
         )
         again = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
         assert_equal_chains(again, drawn, drafting.lengths)
