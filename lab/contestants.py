@@ -74,7 +74,7 @@ class Sizing:
     """The size of a benchmark."""
 
     repeats: int
-    cell_s: float  # duration of one closed loop at the reference's speed
+    loop_s: float  # duration of one closed loop at the reference's speed
     min_waves: int  # minimum of a closed loop; a wave is as many requests as are in flight
     bursty_s: float
     bursty_repeats: int
@@ -138,7 +138,7 @@ def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], li
     chosen, missing = choose_contestants(names, SIMULATED)
     others = [each.name for each in chosen if "ngram" in each.options.get("draft", "")]
     if others and names is not None:
-        raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, and a simulation has none")
+        raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, which a simulation lacks")
     chosen = [each for each in chosen if each.name not in others]
     chosen.sort(key=lambda each: each.policy == ORACLE)  # last
-    return chosen, [*missing, *(f"{name}: n-grams need texts, and a simulation has none" for name in others)]
+    return chosen, [*missing, *(f"{name}: n-grams need texts, which a simulation lacks" for name in others)]

@@ -101,7 +101,7 @@ def _longest(manifest: EngineManifest, limits: PromptLimits) -> tuple[int, str]:
     context = ModelPair(manifest.target, manifest.draft).max_context
     room = context - limits.max_tokens
     if room < 1:
-        raise ConfigError(f"a context of {context} tokens holds no prompt beside an answer of {limits.max_tokens}")
+        raise ConfigError(f"max_context = {context}: no room for a prompt and {limits.max_tokens} answer tokens")
     if limits.max_prompt_tokens is not None and limits.max_prompt_tokens <= room:
         return limits.max_prompt_tokens, f"{limits.max_prompt_tokens} tokens"
     return room, f"{room} tokens, all that a context of {context} holds beside an answer of {limits.max_tokens}"
@@ -113,7 +113,7 @@ def _tokenised(prompt: Prompt, tokenizer: TextTokenizer, *, is_chat: bool) -> Pr
     else:
         token_ids = tokenizer.encode_prompt(prompt.text)
     if not token_ids:
-        raise ConfigError(f"--prompts: the tokenizer makes no token of {prompt.text!r}")
+        raise ConfigError(f"--prompts: {prompt.text!r} has no tokens")
     return replace(prompt, token_ids=tuple(token_ids), is_chat=is_chat)
 
 

@@ -65,9 +65,9 @@ def read_trace(path: Path, num_requests: int | None = None, *, may_be_shorter: b
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not readable as a trace ({error})") from None
     if not times:
-        raise ConfigError(f"{path}: holds no requests")
+        raise ConfigError(f"{path}: has no requests")
     if num_requests is not None and len(times) < num_requests and not may_be_shorter:
-        raise ConfigError(f"requests = {num_requests}: {path} holds {len(times)}")
+        raise ConfigError(f"requests = {num_requests}: {path} has only {len(times)}")
     arrivals = np.array(times)
     if (np.diff(arrivals) < 0).any():
         line = int(np.argmax(np.diff(arrivals) < 0)) + 3

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the newest versions that the dependencies' bounds allow in an environment of its own, build/newest, says which
-# they are, and runs a selection of the tests with them. It downloads most of a gigabyte: a step for a CI of its own.
+# Installs the newest versions that the dependencies' bounds allow into build/newest, prints them, and runs a selection
+# of the tests with them. Downloads almost a gigabyte, so it needs a CI job of its own.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
@@ -14,7 +14,7 @@ rm -rf "$VENV"
 create_venv
 install() { "$VENV/bin/python" -m pip install -q --disable-pip-version-check "$@"; }
 say "installing the newest versions"
-install "torch==2.13.0" # of which tests need any: the CPU build where there is one, see ensure_venv
+install "torch==2.13.0" # any build serves the tests: the CPU build if there is one, see ensure_venv
 install --upgrade --upgrade-strategy eager -e "$ROOT[test]"
 check_server_libraries
 "$VENV/bin/python" - <<'PY'

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Builds the wheel and the source distribution into dist/, checks both with twine, installs the wheel in a new
 # environment and uses it away from the checkout: `faser generate`, the Python API, `faser serve`, and the server itself
-# over a model repository that the package wrote, as in NVIDIA's container. What it depends on is taken from .venv.
+# over a model repository that the package wrote, as in NVIDIA's container. Dependencies come from .venv.
 # --quick: builds into a temporary folder, takes the demo pair's engines from the user's cache, and starts no server.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-unset PYTHONPATH # a developer's, for the checkout
+unset PYTHONPATH # set for the checkout
 [ -x "$VENV/bin/twine" ] || ensure_venv dev
 
 work="$(mktemp -d)"
@@ -29,7 +29,7 @@ say "installing in a new environment"
 "$VENV/bin/python" -m venv --without-pip "$work/venv"
 "$VENV/bin/python" -m pip --python "$work/venv/bin/python" install -q --disable-pip-version-check --no-deps --no-index \
   "$dist"/faser_backend-*.whl
-# The packages of .venv, behind those of the new environment; an editable install's finder is not run from here.
+# The packages of .venv, after those of the new environment; an editable install's finder does not run from here.
 site() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 site "$VENV/bin/python" >"$(site "$work/venv/bin/python")/dependencies.pth"
 
@@ -71,7 +71,7 @@ ask "$HTTP_PORT" ensemble
 stop_server
 
 say "tritonserver over a model repository that the wheel wrote"
-# Out of the way of `faser serve`: Triton's own program starts, and its Python stub finds what is installed by itself.
+# Without `faser serve`: Triton's own program starts, and its Python stub finds the installed package.
 install="$("$VENV/bin/python" - <<'PY'
 import os
 from faser_backend.triton.server import find_triton

@@ -25,8 +25,8 @@ log="$(mktemp -t faser-demo.XXXXXX.log)"
 trap 'stop_server; rm -f "$log"' EXIT
 trap 'exit 130' INT TERM
 
-# build_smollm2: its engine into $engine, unless one is there that loads. N-grams draft: beside this target's weights of
-# four bits a call of the head in models/smollm2-head takes more time than it saves. Beside those of 16 bits it pays
+# build_smollm2: builds its engine into $engine, unless one there loads. N-grams draft: with 4-bit target weights, a call
+# of the head in models/smollm2-head takes more time than it saves. With 16-bit weights it pays
 # (`faser build --weights fp16 --draft models/smollm2-head`; its README has the figures).
 build_smollm2() {
   engine=build/smollm2

@@ -100,7 +100,7 @@ def main() -> None:
         sys.exit("error: the server answered without tokens")
     verifications = max(tokens - accepted, 1)  # each verification emits one token beyond those accepted
     print(f"== {tokens} tokens in {found['seconds']:.2f} s = {tokens / found['seconds']:.0f} tokens/s, ", end="")
-    print(f"the first after {found['ttft_s'] * 1e3:.0f} ms; temperature {args.temperature:g}, seed {args.seed}")
+    print(f"first after {found['ttft_s'] * 1e3:.0f} ms; temperature {args.temperature:g}, seed {args.seed}")
     print(f"== accepted {accepted} of {drafted} drafted tokens ({accepted / max(drafted, 1):.0%}): ", end="")
     print(f"{tokens / verifications:.2f} tokens per verification")
 

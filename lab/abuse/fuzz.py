@@ -142,11 +142,11 @@ def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
-    parser.add_argument("--cases", type=int, default=10_000, help="in all, a quarter for each contract and mode")
-    parser.add_argument("--only", type=int, help="one case of the seed")
-    parser.add_argument("--known-crashes", action="store_true", help="send what is known to end Triton 2.51 as well")
-    parser.add_argument("--openai", action="store_true", help="attack the port of OpenAI's API instead")
-    parser.add_argument("--serve-options", default="--num-threads 1", help="of `faser serve`, separated by blanks")
+    parser.add_argument("--cases", type=int, default=10_000, help="Send this many, a quarter per contract and mode.")
+    parser.add_argument("--only", type=int, help="Send only this case of the seed.")
+    parser.add_argument("--known-crashes", action="store_true", help="Also send inputs known to end Triton 2.51.")
+    parser.add_argument("--openai", action="store_true", help="Attack the OpenAI server instead.")
+    parser.add_argument("--serve-options", default="--num-threads 1", help="Pass these options to `faser serve`.")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if args.cases < 1:

@@ -298,7 +298,7 @@ def growth_table(samples: Sequence[Sample]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--known-leak", action="store_true", help="leave as Triton 2.51 keeps connections open for")
+    parser.add_argument("--known-leak", action="store_true", help="Leave as Triton 2.51 leaks connections for.")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if not 0 < args.minutes <= 24 * 60:

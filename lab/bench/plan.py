@@ -97,7 +97,7 @@ def load_s(load: Load, sizing: Sizing, contestants: list[Contestant], speeds: Ma
     if load.is_open:
         return 2 * speeds[CLOSED_LOADS[-1].name].wave_s(2 * sizing.max_tokens) + num_runs * sizing.bursty_s
     wave_s = speeds[load.name].wave_s(sizing.max_tokens)
-    return TRIAL_WAVES * wave_s + num_runs * max(sizing.cell_s, sizing.min_waves * wave_s)
+    return TRIAL_WAVES * wave_s + num_runs * max(sizing.loop_s, sizing.min_waves * wave_s)
 
 
 def timeline_s(sizing: Sizing, speeds: Mapping[str, Speed]) -> float:
@@ -125,7 +125,7 @@ def fitted(
             repeats=repeats,
             bursty_repeats=min(repeats, sizing.bursty_repeats),
             max_tokens=max(round(share * sizing.max_tokens), min(MIN_TOKENS, sizing.max_tokens)),
-            cell_s=share * sizing.cell_s,
+            loop_s=share * sizing.loop_s,
             bursty_s=max(share, 0.5) * sizing.bursty_s,
             min_waves=sizing.min_waves if share == 1.0 else 1,
         )

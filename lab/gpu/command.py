@@ -39,13 +39,15 @@ PARTS_BY_NAME = {part.name: part for part in PARTS}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="results file; default benchmarks/results/gpu-<name>-<date>.json")
-    parser.add_argument("--parts", help="names separated by commas; default all", default=",".join(PARTS_BY_NAME))
-    parser.add_argument("--budget-s", type=float, default=FULL_BUDGET_S, help="of the whole run; limits of parts scale")
+    parser.add_argument(
+        "--output", type=Path, help="Write to this file (default benchmarks/results/gpu-NAME-DATE.json)."
+    )
+    parser.add_argument("--parts", help="Run these parts, separated by commas.", default=",".join(PARTS_BY_NAME))
+    parser.add_argument("--budget-s", type=float, default=FULL_BUDGET_S, help="Finish in this many seconds.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes: checks the script, measures nothing")
+    parser.add_argument("--tiny", action="store_true", help="Check the script with tiny shapes; measure nothing.")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--table", type=Path, metavar="FILE", help="print a results file and do nothing else")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="Print a results file and exit.")
     options = parser.parse_args()
     if options.table is not None:
         print(render(json.loads(options.table.read_text())), end="")
@@ -58,7 +60,7 @@ def main() -> int:
             parser.error(f"--parts = {name!r}: unknown; known are {', '.join(PARTS_BY_NAME)}")
     gpu = query_gpu() if options.device == "cuda" else {}
     if options.device == "cuda" and not gpu:
-        print("no GPU: nvidia-smi finds none here; --device cpu --tiny checks the script alone", file=sys.stderr)
+        print("no GPU: nvidia-smi finds none; --device cpu --tiny checks the script only", file=sys.stderr)
     setting = Setting(options.device, options.tiny, options.seed)
     meta = describe(setting, gpu)
     report = Report(options.output or default_path(meta), meta | {"budget_s": options.budget_s})

@@ -33,11 +33,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         name="peers",
     )  # fmt: skip
     add_prompt_options(parser)
-    parser.add_argument("--only", default=",".join(PIECES), help="pieces, separated by commas")
-    parser.add_argument("--target", type=Path, help="a GGUF file; default: SmolLM2")
-    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of the target, for ours")
-    parser.add_argument("--jobs", type=int, default=16, help="answers of a load at least, two for each client")
-    parser.add_argument("--profile-s", type=float, default=90.0, help="of `faser profile` where it is missing")
+    parser.add_argument("--only", default=",".join(PIECES), help="Measure only these pieces, separated by commas.")
+    parser.add_argument("--target", type=Path, help="Measure this GGUF file (default: SmolLM2).")
+    parser.add_argument("--head", type=Path, help="Draft with this EAGLE-3 head in ours.")
+    parser.add_argument("--jobs", type=int, default=16, help="Ask for at least this many answers per load.")
+    parser.add_argument("--profile-s", type=float, default=90.0, help="Profile for this many seconds if needed.")
     args = parser.parse_args(argv)
     args.only = args.only.split(",")
     unknown = [name for name in args.only if name not in PIECES]

@@ -313,7 +313,7 @@ class Piece:
         except RuntimeError as error:
             if not self.fallback:
                 raise
-            print(f"does not come up, now with {' '.join(self.fallback)}: {error}", file=sys.stderr)
+            print(f"does not start; retrying with {' '.join(self.fallback)}: {error}", file=sys.stderr)
             return self._started(stack, setting, self.fallback)
 
     def _started(self, stack: ExitStack, setting: Setting, more: Sequence[str]) -> dict[str, Run]:

@@ -61,7 +61,7 @@ def feature_layers(spec: ModelSpec) -> tuple[int, ...]:
     layers."""
     last = spec.num_layers
     if last < NUM_FEATURES + 1:
-        raise ConfigError(f"target: {last} layers: a head reads {NUM_FEATURES} of them, and needs one more")
+        raise ConfigError(f"target: {last} layers: a head needs at least {NUM_FEATURES + 1}")
     return published_layers(spec) or (1, 1 + (last - 1) // 2, last - 1)
 
 

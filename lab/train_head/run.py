@@ -51,7 +51,7 @@ def write(options: HeadOptions) -> None:
 def train(options: HeadOptions) -> None:
     """Resumes an interrupted plan, or begins one over the available data."""
     if options.processes > 1 and device_of(options) == "cuda":
-        raise ConfigError(f"num_processes = {options.processes}: on cuda a head trains in one process")
+        raise ConfigError(f"num_processes = {options.processes}: must be 1 on cuda")
     torch.set_num_threads(max(1, options.threads // options.processes))
     trainer = Trainer(read_target(options.target), options, print_line)
     if trainer.is_done:
@@ -64,9 +64,9 @@ def train(options: HeadOptions) -> None:
         try:
             spawn(train_together, (options, f"file://{folder}/store"), options.processes, daemon=True)
         except ProcessExitedException as error:
-            raise FaserError(f"a process that trained ended with status {error.exit_code}: see above") from None
+            raise FaserError(f"a training process ended with status {error.exit_code}; see its output above") from None
         except ProcessRaisedException as error:
-            raise FaserError(f"a process that trained ended: {error}") from None
+            raise FaserError(f"a training process ended: {error}") from None
 
 
 def train_together(rank: int, options: HeadOptions, store: str) -> None:

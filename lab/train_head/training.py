@@ -161,7 +161,7 @@ class Trainer:
         self._corpus = Corpus(options.dialogues)
         num_shards = len(self._corpus.shards)
         if num_shards <= HELD_OUT_SHARDS:
-            raise ConfigError(f"{options.dialogues}: {num_shards} shards; the stage write has to make more first")
+            raise ConfigError(f"{options.dialogues}: {num_shards} shards; run the stage write first")
         self._device = torch.device(device_of(options))
         state = load_state(options) if self._path.exists() else None
         self._shape = shape_of(target, options, None if state is None else state["shape"])
@@ -205,7 +205,7 @@ class Trainer:
         """
         old, num_shards = self.progress, len(self._corpus.shards)
         if self._options.new_data and num_shards <= old.num_shards:
-            raise ConfigError(f"no data were written since training ended: {old.num_shards} shards, all learned from")
+            raise ConfigError(f"no new data after shard {old.num_shards}; run the stage write first")
         old.first_shard = old.num_shards if self._options.new_data else 0
         old.num_shards, old.passes, old.seed, old.step = num_shards, self._options.passes, old.seed + 1, 0
 
@@ -313,7 +313,7 @@ def load_state(options: HeadOptions) -> dict[str, Any]:
         raise ConfigError(f"{path}: missing; run the stage train first")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if "shape" not in state:
-        raise ConfigError(f"{path}: of another version; remove it to start over")
+        raise ConfigError(f"{path}: written by another version; remove it to start over")
     return state
 
 

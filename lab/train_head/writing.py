@@ -188,7 +188,7 @@ def read_frame(manifest: EngineManifest, tokenizer: TextTokenizer) -> ChatFrame:
     text, _ = tokenizer.encode_chat("chat template", json.dumps([{"role": "user", "content": MARK}]))
     before, mark, after = text.partition(MARK)
     if not (mark and before and after):
-        raise ConfigError("the chat template puts nothing around a question: the target cannot write one itself")
+        raise ConfigError("the chat template adds no tokens around a question, so the target cannot write one")
     return ChatFrame(tokenizer.encode(before), tokenizer.encode(after), frozenset(manifest.end_ids))
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# llama.cpp's server, into build/peers/llama, for `python -m lab.peers`.
+# Builds llama.cpp's server into build/peers/llama, for `python -m lab.peers`.
 # Its sources come with the source package of llama-cpp-python on PyPI. Needs cmake and a C++ compiler.
 # `bash scripts/peers/build_llama.sh`; JOBS=n compiles with n processes.
 set -euo pipefail
@@ -20,7 +20,7 @@ if [ ! -x "$OUT/llama-server" ]; then
     --no-binary=llama-cpp-python -d "$OUT" "llama-cpp-python==$VERSION"
   tar xzf "$OUT/$PACKAGE.tar.gz" -C "$OUT"
   source_dir="$OUT/$PACKAGE/vendor/llama.cpp"
-  # The web page is left out: a build with it would fetch it from a model hub.
+  # Without the web page, which the build would fetch from a model hub.
   cmake -S "$source_dir" -B "$OUT/cmake" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DGGML_NATIVE=ON \
     -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
     -DLLAMA_BUILD_UI=OFF -DLLAMA_USE_PREBUILT_UI=OFF >/dev/null

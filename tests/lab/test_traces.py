@@ -40,7 +40,7 @@ def test_a_trace_is_read_as_it_is(csv):
     [
         ("", "column TIMESTAMP is missing"),
         ("TIMESTAMP,ContextTokens\n", "column GeneratedTokens is missing"),
-        (HEADER, "holds no requests"),
+        (HEADER, "has no requests"),
         (HEADER + "yesterday,1,2\n", "line 2: TIMESTAMP = 'yesterday'"),
         (HEADER + LINES[0] + LINES[1].replace("375", "-3"), "line 3: ContextTokens = '-3': must be a positive"),
         (HEADER + LINES[0].replace(",44", ",0"), "line 2: GeneratedTokens = '0': must be a positive"),
@@ -56,7 +56,7 @@ def test_a_broken_trace_is_refused_by_line_and_column(csv, text, message):
 def test_a_missing_file_and_too_few_requests_are_refused(csv, tmp_path):
     with pytest.raises(ConfigError, match="not readable as a trace"):
         read_trace(tmp_path / "nowhere.csv")
-    with pytest.raises(ConfigError, match=r"requests = 7: .* holds 6"):
+    with pytest.raises(ConfigError, match=r"requests = 7: .* has only 6"):
         read_trace(csv(), 7)
 
 

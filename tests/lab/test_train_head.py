@@ -165,7 +165,7 @@ def test_two_processes_share_the_batches_of_one(trained: HeadOptions, tmp_path: 
 
 def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_path: Path) -> None:
     options = copied(trained, tmp_path, "dialogues", STATE_FILE, passes=1)
-    with pytest.raises(ConfigError, match="no data were written"):
+    with pytest.raises(ConfigError, match="no new data after shard"):
         train(options.model_copy(update={"new_data": True}))
     before = Trainer(read_target(trained.target), options).progress
     train(options)
