@@ -39,9 +39,7 @@ PARTS_BY_NAME = {part.name: part for part in PARTS}
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, help="Write to this file (default benchmarks/results/gpu-NAME-DATE.json)."
-    )
+    parser.add_argument("--output", type=Path, help="Write to this file, not benchmarks/results/gpu-NAME-DATE.json.")
     parser.add_argument("--parts", help="Run these parts, separated by commas.", default=",".join(PARTS_BY_NAME))
     parser.add_argument("--budget-s", type=float, default=FULL_BUDGET_S, help="Finish in this many seconds.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")

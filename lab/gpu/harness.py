@@ -87,8 +87,7 @@ class Outcome:
 def run_parts(
     parts: Sequence[Part], setting: Setting, budget_s: float, scale: float, record: Callable[[str, Outcome], None]
 ) -> None:
-    """Runs all parts in order within budget_s; `record` gets every outcome. scale: of the parts' limits. Ends every
-    child, whatever happens."""
+    """Runs all parts in order within budget_s; `record` gets every outcome. scale: of the parts' limits."""
     end_s = time.monotonic() + budget_s
     for part in parts:
         record(part.name, _run(part, setting, scale, end_s))
@@ -141,8 +140,7 @@ def main() -> None:
     found = Path(job["found"])
 
     def leave(status: str, result: Result, error: str = "") -> None:
-        """Writes the result file. numpy's numbers become plain ones; other values that JSON cannot hold are the part's
-        error. The rename makes the file appear complete."""
+        """Writes the result file. numpy's numbers become plain ones; the rename makes the file appear complete."""
         partial = found.with_suffix(".partial")
         content = {"status": status, "result": result, "error": error}
         partial.write_text(json.dumps(content, default=lambda value: value.item()))
