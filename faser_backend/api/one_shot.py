@@ -36,7 +36,8 @@ def read_prompt(
         if (prompt is None) == (prompt_ids is None):
             raise RequestError("prompt", prompt, "give exactly one of --prompt and --prompt-ids")
         if not (given := prompt or list(prompt_ids or ())):
-            raise RequestError("prompt", prompt, "is empty; at least 1 token is needed")
+            name = "prompt" if prompt_ids is None else "--prompt-ids"
+            raise RequestError(name, "", "is empty; at least 1 token is needed")
         return given
     if prompt_ids is not None:
         raise RequestError("--prompt-ids", list(prompt_ids), "cannot be a message: leave --chat out")

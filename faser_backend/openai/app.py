@@ -165,11 +165,10 @@ class GeneratedResponse:
         *,
         is_streamed: bool,
     ) -> None:
-        """make_reply: called with the first output."""
         self._client, self._wanted, self._make_reply, self._is_streamed = client, wanted, make_reply, is_streamed
 
     @cached_property
-    def _reply(self) -> ApiReply:
+    def _reply(self) -> ApiReply:  # made with the first output
         return self._make_reply()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
