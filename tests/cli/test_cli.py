@@ -64,7 +64,7 @@ def test_generate_prints_the_text_then_its_figures(run, engine_dir):
         (["--prompt", "x", "--policy", "fixed:99"], "policy = 'fixed:99'"),
         (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0: must lie in [0, 100]"),
         (["--prompt", ""], "prompt = '': is empty; at least 1 token is needed"),
-        (["--prompt-ids", ","], "prompt = None: is empty"),
+        (["--prompt-ids", ","], "--prompt-ids = '': is empty"),
         (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
         (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
         ([], "give exactly one of --prompt and --prompt-ids"),
