@@ -35,7 +35,7 @@ class ProgressLines(Progress):
 
     def __init__(self, console: Console) -> None:
         super().__init__(console=console, disable=True)
-        self._start_s = self._told_s = time.monotonic()
+        self._start_s = self._printed_s = time.monotonic()
 
     def add_task(self, description: str, *arguments: Any, **fields: Any) -> TaskID:
         task = super().add_task(description, *arguments, **fields)
@@ -45,13 +45,13 @@ class ProgressLines(Progress):
     def update(self, task_id: TaskID, *, description: str | None = None, **fields: Any) -> None:
         is_new = description not in (None, self._tasks[task_id].description)
         super().update(task_id, description=description, **fields)
-        if is_new or time.monotonic() - self._told_s >= LINE_S:
+        if is_new or time.monotonic() - self._printed_s >= LINE_S:
             self._print(task_id)
 
     def advance(self, task_id: TaskID, advance: float = 1.0) -> None:
         self.update(task_id, advance=advance)
 
     def _print(self, task_id: TaskID) -> None:
-        self._told_s, task = time.monotonic(), self._tasks[task_id]
-        line = f"{self._told_s - self._start_s:5.0f} s  {task.percentage:3.0f}%  {task.description}"
+        self._printed_s, task = time.monotonic(), self._tasks[task_id]
+        line = f"{self._printed_s - self._start_s:5.0f} s  {task.percentage:3.0f}%  {task.description}"
         print(line, file=self.console.file, flush=True)

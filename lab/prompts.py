@@ -123,8 +123,8 @@ def _left_out(found: list[Prompt], kept: list[Prompt], reason: str) -> str:
     totals = Counter(prompt.category for prompt in found)
     missing = totals - Counter(prompt.category for prompt in kept)
     parts = ", ".join(f"{name or 'without a category'} {count} of {totals[name]}" for name, count in missing.items())
-    told = f"{len(found) - len(kept)} of {len(found)} prompts are left out: longer than {reason}"
-    return told if set(totals) == {""} else f"{told} ({parts})"
+    text = f"{len(found) - len(kept)} of {len(found)} prompts are left out: longer than {reason}"
+    return text if set(totals) == {""} else f"{text} ({parts})"
 
 
 class PromptMaker:

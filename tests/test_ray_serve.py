@@ -266,10 +266,10 @@ def test_what_the_router_compares(body: bytes, text: str):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "message"),
     [({"max_replica": "2"}, "max_replica"), ({"min_replicas": "3"}, "max_replicas = 1: must be at least"),
      ({"num_gpus": "-1"}, "num_gpus")],
 )  # fmt: skip
-def test_bad_options_are_named(wrong: dict[str, str], told: str):
-    with pytest.raises(ValidationError, match=told):
+def test_bad_options_are_named(wrong: dict[str, str], message: str):
+    with pytest.raises(ValidationError, match=message):
         app(wrong)

@@ -294,13 +294,13 @@ def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
-    num_loaded, told = [], []
+    num_loaded, reported = [], []
     compilation.warn_once.cache_clear()
     for stamp in (1, 1, 2):
         monkeypatch.setattr(compilation, "source_stamp", lambda stamp=stamp: stamp)
         kernel: Any = attention_kernel.__wrapped__(8)
         num_loaded.append(sum(kernel.stats.cache_hits.values()))
-        told.append("compiling kernels" in caplog.text)
+        reported.append("compiling kernels" in caplog.text)
         caplog.clear()
         compilation.warn_once.cache_clear()
-    assert num_loaded == [0, 1, 0] and told == [True, False, True], "only what is compiled is called so"
+    assert num_loaded == [0, 1, 0] and reported == [True, False, True], "only compilations are reported"

@@ -82,33 +82,33 @@ def served(error: Exception) -> tuple[list[str], EngineLoop, threading.Event, Fa
 
     fake.step_runner.run = fails_once  # type: ignore[method-assign]
     loop = EngineLoop(fake.engine, on_stopped=stopped.set)
-    hub, told = Subscription(loop), []
+    hub, reported = Subscription(loop), []
     for name in ("a", "b"):
         try:
             hub.submit(request(name, [1, 2, 3], 4), "")
         except FaserError as refused:
-            told.append(f"refused as {refused.code.value}: {refused}")
+            reported.append(f"refused as {refused.code.value}: {refused}")
             continue
         while True:
             outputs = hub.outputs.get(timeout=30)
             assert outputs is not None
             if outputs[-1].is_final:
-                told.append(str(outputs[-1].error or "answered"))
+                reported.append(str(outputs[-1].error or "answered"))
                 break
         stopped.wait(5 if is_fatal(error) else 0)
     loop.close()
-    return told, loop, stopped, fake
+    return reported, loop, stopped, fake
 
 
 def test_an_error_that_stays_ends_the_engine_with_its_requests_answered() -> None:
-    told, _, stopped, _ = served(RuntimeError("CUDA error: an illegal memory access was encountered"))
-    assert told[0].startswith("the engine stopped: RuntimeError: CUDA error: an illegal memory access")
-    assert told[1].startswith("refused as unavailable: the engine stopped") and stopped.is_set()
+    reported, _, stopped, _ = served(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    assert reported[0].startswith("the engine stopped: RuntimeError: CUDA error: an illegal memory access")
+    assert reported[1].startswith("refused as unavailable: the engine stopped") and stopped.is_set()
 
 
 def test_another_fails_its_step_alone() -> None:
-    told, _, stopped, fake = served(RuntimeError("CUDA out of memory"))
-    assert told == ["the step of this request failed: RuntimeError: CUDA out of memory", "answered"]
+    reported, _, stopped, fake = served(RuntimeError("CUDA out of memory"))
+    assert reported == ["the step of this request failed: RuntimeError: CUDA out of memory", "answered"]
     assert not stopped.is_set() and fake.engine.metrics().num_failed_steps == 1
 
 

@@ -66,7 +66,7 @@ class Runners:
         return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
-        """[num_tokens, 3 * hidden_size] of the sequence that the table is of."""
+        """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""
         blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
         return self.pool.features[table[blocks], offsets].flatten(1).float().numpy()
 
@@ -89,7 +89,7 @@ def test_half_precision_heads_run(tmp_path: Path) -> None:
 
 
 def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, plain: dict[str, list[int]]) -> None:
-    """In one full context, so that sequences are preempted."""
+    """The pool holds one full context, so sequences are preempted."""
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False, num_kv_blocks=32), ChainChecker(built)
     engine.step_runner.observers.append(checker.observe)
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
@@ -102,7 +102,7 @@ def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, pl
 def test_calls_too_large_for_graphs_are_no_different(
     built: Built, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share a context, and have hidden states of their own."""
+    """Such calls share a context, and each has its own hidden states."""
     for module in ("tensorrt_programs", "runner"):
         monkeypatch.setattr(f"faser_backend.cuda.{module}.MAX_GRAPH_ROWS", 4)
     engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
@@ -127,11 +127,11 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
     assert tokens == plain
 
 
-# -- what has to fail ----------------------------------------------------------------------------------
+# -- negative controls ----------------------------------------------------------------------------------
 
 
 def test_features_of_other_positions_are_noticed(built: Built) -> None:
-    """A head that reads what lies one place further on drafts other chains."""
+    """A head that reads features one position off drafts other chains."""
     engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
     head: Any = engine.step_runner.partitions[WHOLE].draft
     run, features = head.run_segment, head.pool.features

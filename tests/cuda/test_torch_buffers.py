@@ -82,7 +82,7 @@ def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
     inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
     for name, values in inputs.items():
         assert values.shape == input_shape(name, bounds)
-        assert values.min(initial=0) >= -1 and values.max(initial=0) < 1000, f"{name} keeps what was there before"
+        assert values.min(initial=0) >= -1 and values.max(initial=0) < 1000, f"{name} still holds earlier values"
     assert (inputs["slot_mapping"][num_rows:] == -1).all() and (inputs["slot_mapping"][:num_rows] >= 0).all()
     assert (inputs["cu_rows"][num_sequences:] == num_rows).all()
     for name in ("token_ids", "positions", "exit_candidates"):

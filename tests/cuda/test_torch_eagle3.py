@@ -83,7 +83,7 @@ def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:
     is_written = np.zeros((NUM_BLOCKS, BLOCK_SIZE), np.bool_)
     for t, table in zip(tokens, tables, strict=True):
         is_written[table[np.arange(t.size - 1) // BLOCK_SIZE], np.arange(t.size - 1) % BLOCK_SIZE] = True
-    assert not runners.features[:-1][torch.from_numpy(~is_written)].any(), "rows that pad a call write nobody's block"
+    assert not runners.features[:-1][torch.from_numpy(~is_written)].any(), "padding rows write no block"
 
 
 def test_chains_on_own_hidden_states_equal_a_dense_run(built: Built) -> None:

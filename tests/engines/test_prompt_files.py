@@ -129,8 +129,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
     room = MAX_CONTEXT - 10
     reason = f"longer than {room} tokens, all that a context of {MAX_CONTEXT} holds beside an answer of 10"
     assert found.left_out == f"1 of 4 prompts are left out: {reason} (rag 1 of 1)"
-    told = {"name": "question.jsonl", "is_chat": True, "num_prompts": 3, "num_left_out": 1}
-    assert found.as_dict() == {**told, "categories": {"math": 2, "writing": 1}}
+    summary = {"name": "question.jsonl", "is_chat": True, "num_prompts": 3, "num_left_out": 1}
+    assert found.as_dict() == {**summary, "categories": {"math": 2, "writing": 1}}
     short = load(questions, engine_dir, is_chat=False, max_prompt_chars=20)
     assert "longer than 20 characters or " in short.left_out and "writing 1 of 1, rag 1 of 1" in short.left_out
     with pytest.raises(ConfigError, match=r"all 4 prompts are longer than 3 tokens"):

@@ -37,24 +37,26 @@ REFORMAT = layer(
 )
 
 
-def told(*layers: Any) -> str:
+def reported(*layers: Any) -> str:
     return json.dumps({"Layers": list(layers), "Bindings": ["k_pool.0", "k_pool_out.0"]})
 
 
 def test_the_plugin_may_touch_pools_and_others_may_touch_the_rest() -> None:
-    check_no_copies(told(PRODUCT, PLUGIN), "target.0.engine")
-    check_no_copies(told("gemm qkv", "PluginV3 attention of k_pool.0"), "target.0.engine")
+    check_no_copies(reported(PRODUCT, PLUGIN), "target.0.engine")
+    check_no_copies(reported("gemm qkv", "PluginV3 attention of k_pool.0"), "target.0.engine")
 
 
 def test_a_copy_is_refused_with_its_layers_and_pools() -> None:
     shuffled = layer("keep", "NoOp", [tensor("v_pool.12", POOL_SHAPE)], [tensor("x", [1])])
     with pytest.raises(TensorRtError) as refused:
-        check_no_copies(told(PLUGIN, REFORMAT, shuffled), "target.0.engine")
+        check_no_copies(reported(PLUGIN, REFORMAT, shuffled), "target.0.engine")
     words = str(refused.value)
     assert words.startswith("target.0.engine: 2 layers copy 2 KV pools in every call, as Reformatting CopyNode")
     assert "of k_pool_out.0; keep (NoOp) of v_pool.12;" in words and "use runtime torch" in words
     with pytest.raises(TensorRtError, match=r"1 layers copy 1 KV pools .* of k_pool\.3;"):
-        check_no_copies(told("gemm qkv", "Reformatting CopyNode for Input Tensor k_pool.3 to PluginV3 attention"), "x")
+        check_no_copies(
+            reported("gemm qkv", "Reformatting CopyNode for Input Tensor k_pool.3 to PluginV3 attention"), "x"
+        )
 
 
 @pytest.mark.parametrize("information", ["", "{}", "[]", '{"Layers": []}', '{"Layers": "none"}', "no json"])

@@ -123,7 +123,7 @@ def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends
     assert [record.propose_us for record in records] == [2 * 20 + 2 * (7 + 2 * 3)] * 2 + [2 * 20 + 2 * 7 + 3 * 3]
     assert [record.step_us - record.propose_us - record.verify_us for record in records[1:]] == [0, 0]
     assert extra == 2 * 2 * (7 + 2 * 3) + 2 * 7 + 3 * 3
-    assert makespan_us(run(where, trace)) == makespan_us(run(freely, trace)), "nobody decides by confidence"
+    assert makespan_us(run(where, trace)) == makespan_us(run(freely, trace)), "no decision depends on confidence"
 
 
 def test_an_overlapped_step_takes_the_longer_of_its_phases():

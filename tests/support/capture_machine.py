@@ -112,7 +112,7 @@ class CaptureMachine(FakeCuda):
                 self.broken.append("memory was taken from the pool of a failed capture")
 
     def wait(self) -> None:
-        """The host waits for the device."""
+        """Waits for the device on the host."""
         graph = self._capturing()
         if graph is not None:
             graph.is_lost = True
@@ -120,7 +120,7 @@ class CaptureMachine(FakeCuda):
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Takes what runs meanwhile for a graph's."""
+        """Counts calls within the block as a graph's."""
         self.thread.is_replaying = True
         try:
             yield
@@ -132,7 +132,7 @@ class CaptureMachine(FakeCuda):
 
 
 class MachineCapturer(GraphCapturer):
-    """GraphCapturer on the machine; replays compute, too."""
+    """A GraphCapturer on the machine; replays compute, too."""
 
     def __init__(self, machine: CaptureMachine, counts: GraphCounts) -> None:
         super().__init__(counts, machine, machine.end_allocations)
@@ -143,7 +143,7 @@ class MachineCapturer(GraphCapturer):
 
 
 def computed(machine: CaptureMachine, replay: Launch, launch: Launch) -> Launch:
-    """`replay`, after which the CPU computes what `launch` does."""
+    """Returns `replay` followed by the CPU's computation of `launch`."""
     if replay is launch:
         return launch
 
@@ -156,7 +156,7 @@ def computed(machine: CaptureMachine, replay: Launch, launch: Launch) -> Launch:
 
 
 def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
-    """Products and waits of the real code are those of the machine, too."""
+    """Redirects products and waits of the real code to the machine."""
     from faser_backend.cuda import draft_loop, sampler, torch_programs
 
     def before(module: Any, name: str, notice: Callable[[], None]) -> None:

@@ -138,7 +138,7 @@ def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits
     count = sum(rows)
     for out in (graph.out, by_reference.out):
         torch.testing.assert_close(out[:count], expected.out[:count], atol=1e-5, rtol=0)
-        assert (out[count:] == SENTINEL).all(), "rows of nobody were written"
+        assert (out[count:] == SENTINEL).all(), "padding rows were written"
     assert torch.equal(graph.k_pool.view(torch.int32), expected.k_pool.view(torch.int32))
 
 

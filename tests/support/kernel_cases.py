@@ -30,7 +30,7 @@ def check(call: Call, run: Callable[[Call], None]) -> None:
     run(actual)
     absolute, relative = TOLERANCES[call.q.dtype]
     torch.testing.assert_close(actual.out, expected.out, atol=absolute, rtol=relative)
-    assert (actual.out[int(call.cu_rows[-1]) :] == SENTINEL).all(), "rows of nobody were written"
+    assert (actual.out[int(call.cu_rows[-1]) :] == SENTINEL).all(), "padding rows were written"
     bits = torch.int32 if call.q.dtype == torch.float32 else torch.int16
     for name in ("k_pool", "v_pool"):
         assert torch.equal(getattr(actual, name).view(bits), getattr(expected, name).view(bits)), name

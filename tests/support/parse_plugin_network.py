@@ -22,7 +22,7 @@ def register(module: Any) -> None:
         def __init__(self) -> None:
             module.IPluginCreatorV3One.__init__(self)
             self.name, self.plugin_version, self.plugin_namespace = ATTEND_OP, VERSION, NAMESPACE
-            self.numbers = {name: np.array([], np.int64) for name in GEOMETRY_FIELDS}  # which nobody else keeps alive
+            self.numbers = {name: np.array([], np.int64) for name in GEOMETRY_FIELDS}  # kept alive only here
             kind = module.PluginFieldType.INT64
             fields = [module.PluginField(name, array, kind) for name, array in self.numbers.items()]
             self.field_names = module.PluginFieldCollection(fields)
