@@ -25,6 +25,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
+from tests.cpu.test_engine import run
 from tests.cpu.test_runner import BLOCK_SIZE, build, logits_of, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import QUANTISED
@@ -34,7 +35,7 @@ from tests.support.cpu_products import assert_computed_alike, restore_matrix
 from tests.support.forcing import Forced, at_random, forced
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.gguf_models import write_gguf
-from tests.support.harness import drive, guessed
+from tests.support.harness import guessed
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
 # Sizes that fill no block of columns, and a router of two blocks, which two threads share.
@@ -191,12 +192,6 @@ def open_engine(directory: Path, policy: object, *, max_num_seqs: int = 4, num_k
     config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks, max_prefill_tokens=16)
     models = ModelPair(manifest.target, manifest.draft)
     return assemble_on(open_runtime(directory, manifest, config), models, chosen, config)  # pyright: ignore[reportArgumentType]
-
-
-def run(engine: Engine, requests: list[Request]) -> dict[str, list[int]]:
-    tokens = drive(engine, requests).tokens
-    engine.close()
-    return tokens
 
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
