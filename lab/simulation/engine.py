@@ -189,11 +189,7 @@ class OraclePolicy:
         self._costs = costs
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        found = (self._outcomes.num_accepted(each.slot, each.num_tokens) for each in sequences)
-        most = (
-            min(each.num_remaining_tokens - 1, MAX_ADAPTIVE_TOKENS) for each in sequences
-        )  # the last one is a bonus
-        accepted = np.array([*map(min, found, most)])
+        accepted = np.array([min(self._num_accepted(sequence), MAX_ADAPTIVE_TOKENS) for sequence in sequences])
         lengths = np.arange(int(accepted.max()) + 1)
         rows = np.minimum(accepted[:, None], lengths).sum(axis=0) + len(sequences)  # [L]: all emit a token
         context = self._costs.batch_context([float(sequence.num_tokens) for sequence in sequences])
@@ -202,6 +198,10 @@ class OraclePolicy:
 
     def observe(self, record: StepRecord) -> None:
         """Learns nothing."""
+
+    def _num_accepted(self, sequence: RunningSequence) -> int:
+        found = self._outcomes.num_accepted(sequence.slot, sequence.num_tokens)
+        return min(found, sequence.num_remaining_tokens - 1)  # a request's last token is a bonus token
 
     def _step_us(self, rows: np.ndarray, accepted: np.ndarray, lengths: np.ndarray, context: int) -> np.ndarray:
         """[L] time of a step that drafts up to each length."""
