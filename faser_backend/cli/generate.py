@@ -88,7 +88,10 @@ def explainer(print_line: Callable[[str], None]) -> Callable[[StepRecord], None]
             shown = decision.scores
             why = "explores" if decision.reason == "exploration" else "runs"
             mode = decision.mode.value if any(decision.num_draft_tokens) else "plain"
-            work = f"{record.num_tokens.size} request(s), {why} {mode} on {decision.partition}"
+            gain = (
+                f"at best {decision.tokens_per_us / shown[0].tokens_per_us:.2f}x the tokens per time of plain decoding"
+            )
+            work = f"{record.num_tokens.size} request(s), {why} {mode} on {decision.partition}; {gain}"
             print_line(f"-- step {num_steps}: {work}\n{score_table(shown)}")
 
     return observe

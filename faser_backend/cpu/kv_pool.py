@@ -5,12 +5,20 @@ The block manager decides which sequence owns a block.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import ModelSpec
 
 DTYPES = {"fp32": np.float32, "fp16": np.float16}  # by the manifest's names
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: type[np.generic], line: int = 64) -> np.ndarray:
+    """Returns zeros that begin at a cache line; large arrays of numpy begin 16 bytes behind one."""
+    memory = np.zeros(math.prod(shape) * np.dtype(dtype).itemsize + line, np.uint8)
+    return memory[-memory.ctypes.data % line :][: memory.size - line].view(dtype).reshape(shape)
 
 
 class KvPool:
@@ -28,7 +36,7 @@ class KvPool:
         self.kv_block_size = kv_block_size
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
         try:
-            self.storage = np.zeros(shape, DTYPES[dtype])
+            self.storage = aligned_zeros(shape, DTYPES[dtype])
             self.keep_features(spec)
         except MemoryError:
             num_bytes = num_blocks * self.bytes_per_block(spec, kv_block_size, dtype)

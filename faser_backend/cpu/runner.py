@@ -24,7 +24,7 @@ from faser_backend.cpu.kernels.compilation import Kernel
 from faser_backend.cpu.kernels.products import product_kernel, scratch_size
 from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
 from faser_backend.cpu.kernels.threads import barrier_state
-from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.kv_pool import KvPool, aligned_zeros
 from faser_backend.cpu.weights import WeightFile, segment_tables, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
@@ -53,7 +53,7 @@ class Workspace:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             capacity = size if buffer is None else max(size, 2 * buffer.size)
-            buffer = self._buffers[name] = np.zeros(capacity, np.float32)
+            buffer = self._buffers[name] = aligned_zeros((capacity,), np.float32)
         return buffer[:size].reshape(shape)
 
 

@@ -111,7 +111,6 @@ class MatchCalibration:
             tested = known.tested * weight
             accepted = known.accepted * weight
         self._tested, self._accepted = tested, accepted
-        self._num_known = float(tested.sum())
         self._fresh: list[tuple[np.ndarray, np.ndarray]] = []  # margins and outcomes since the last fit
         self._num_fresh = 0
         self.version = 0  # rises with every fit
@@ -120,7 +119,7 @@ class MatchCalibration:
     def _refresh(self) -> None:
         self.version += 1
         # Half a test of the guess stays in every bin, so that an empty bin does not divide by zero.
-        tested = self._tested + 0.5
+        tested, self._num_known = self._tested + 0.5, float(self._tested.sum())
         self.curve = MarginCurve(tested / tested.sum(), rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested))
 
     def observe(self, margins: np.ndarray, num_accepted: np.ndarray, num_tested: np.ndarray) -> None:
@@ -130,16 +129,12 @@ class MatchCalibration:
         self._fresh.append((margins[is_tested], (columns < num_accepted[:, None])[is_tested]))
         self._num_fresh += self._fresh[-1][0].size
         if self._num_fresh >= min(max(_REFIT_SHARE * self._num_known, _FEWEST_TESTS), _MOST_TESTS):
-            self._count_fresh()
-
-    def _count_fresh(self) -> None:
-        fresh = MarginCounts.of(*map(np.concatenate, zip(*self._fresh, strict=True)))
-        self._fresh, self._num_fresh = [], 0
-        fade = max(0.0, 1.0 - float(fresh.tested.sum()) / _MEMORY_TESTS)
-        self._tested = self._tested * fade + fresh.tested
-        self._accepted = self._accepted * fade + fresh.accepted
-        self._num_known = float(self._tested.sum())
-        self._refresh()
+            fresh = MarginCounts.of(*map(np.concatenate, zip(*self._fresh, strict=True)))
+            self._fresh, self._num_fresh = [], 0
+            fade = max(0.0, 1.0 - float(fresh.tested.sum()) / _MEMORY_TESTS)
+            self._tested = self._tested * fade + fresh.tested
+            self._accepted = self._accepted * fade + fresh.accepted
+            self._refresh()
 
 
 def logits(chances: np.ndarray) -> np.ndarray:
@@ -151,6 +146,14 @@ def logits(chances: np.ndarray) -> np.ndarray:
 
 def sigmoid(scores: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-np.clip(scores, -500.0, 500.0)))
+
+
+def by_slot(sequences: Sequence[RunningSequence], values: np.ndarray) -> np.ndarray:
+    """Returns an array by request slot that holds values [B]."""
+    slots = [each.slot for each in sequences]
+    found = np.zeros(1 + max(slots))
+    found[slots] = values
+    return found
 
 
 class Chances(NamedTuple):

@@ -45,6 +45,7 @@ class ChainYield:
     """The ratio of measured to predicted chains, from faded sums of accepted tokens and of verified rows."""
 
     _PRIOR, _FADE = 32.0, 0.995  # tokens that a prediction weighs; per sequence and step
+    _REST = 0.8  # per weighing while nothing is drafted
 
     def __init__(self) -> None:
         self._seen = self._predicted = np.zeros(2)
@@ -54,6 +55,10 @@ class ChainYield:
         """Measured over predicted: accepted tokens; verified rows, anchors aside."""
         tokens, rows = ((self._seen + self._PRIOR) / (self._predicted + self._PRIOR)).tolist()
         return tokens, rows
+
+    def fade(self) -> None:
+        """Forgets a part. While nothing is drafted, the ratios return to 1, so that they cannot forbid it for ever."""
+        self._seen, self._predicted = self._REST * self._seen, self._REST * self._predicted
 
     def observe(self, record: StepRecord, score: Score) -> None:
         """Counts a step. score: its prediction."""
@@ -211,6 +216,13 @@ class VerifyBatch(NamedTuple):
     tokens_per_us: float  # the price: converts lost tokens to time
     is_trimmed: bool = False  # confidence trimming has already taken the least likely rows
     partition: str = WHOLE
+
+
+def expected_batch(score: Score, size: int, context: int, price: float) -> VerifyBatch:
+    """Returns the verification that a candidate predicts for `size` sequences."""
+    num_rows, num_accepted = size + round(score.num_rows), max(score.num_tokens - size, 0.0)
+    is_trimmed = score.floor > 0.0
+    return VerifyBatch(size, num_rows, context, num_accepted, price, is_trimmed=is_trimmed, partition=score.partition)
 
 
 def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: VerifyBatch) -> float:

@@ -59,8 +59,6 @@ class Curve:
         return np.interp(x, self.knots, self.values_us)
 
     def __add__(self, other: Curve) -> Curve:
-        if self.knots.shape == other.knots.shape and (self.knots == other.knots).all():
-            return Curve(self.knots, self.values_us + other.values_us)
         knots = np.union1d(self.knots, other.knots)
         return Curve(knots, self(knots) + other(knots))
 
@@ -138,23 +136,18 @@ class OverheadCost:
             raise ValueError("overheads must be non-negative numbers")
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
-        """Returns the overhead of one step without its draft calls."""
         return self.step_us + num_sequences * self.step_sequence_us + num_rows * self.step_row_us
 
     def draft_call(self, num_sequences: Numbers) -> Numbers:
-        """Returns the overhead of one draft call: packing its rows and sampling from its logits."""
         return self.draft_us + num_sequences * self.draft_sequence_us
 
     def draft_round(self, num_sequences: Numbers) -> Numbers:
-        """Returns the overhead of drafting in a step, beside that of each draft call."""
         return self.draft_round_us + num_sequences * self.draft_round_sequence_us
 
     def trim_call(self, num_sequences: Numbers) -> Numbers:
-        """Returns the overhead of deciding by confidence which chains go on, per draft call."""
         return self.trim_us + num_sequences * self.trim_sequence_us
 
     def exit(self, num_rows: Numbers) -> Numbers:
-        """Returns the overhead of one exit: scoring the candidates, reading the scores, removing rows."""
         return self.exit_us + num_rows * self.exit_row_us
 
 
@@ -225,7 +218,11 @@ class CostModel:
             last_segment = len(self.segments.get((model, partition), ()))
         cost = self._ranges.get((model, partition, first_segment, last_segment))
         if cost is None:
-            raise ValueError(self._unknown(model, partition, first_segment, last_segment))
+            known = ", ".join(
+                f"{name} on {share}, {len(each)} segments" for (name, share), each in self.segments.items()
+            )
+            span = f"[{first_segment}, {last_segment})"
+            raise ValueError(f"segments {span} of {model!r} on {partition!r}: unknown; known are {known}")
         rows = np.asarray(num_rows, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
         mean_rows = rows / np.maximum(sequences, 1.0)
@@ -247,13 +244,6 @@ class CostModel:
         last = self.key_columns.shape[0] - 1
         index = np.minimum(num_tokens, last).astype(np.int64)
         return np.maximum(self.key_columns[index], num_tokens)
-
-    def _unknown(self, model: str, partition: str, first: int, last: int) -> str:
-        if (model, partition) not in self.segments:
-            known = ", ".join(f"{name} on {share}" for name, share in self.segments)
-            return f"model = {model!r} on partition = {partition!r}: unknown; known are {known}"
-        count = len(self.segments[model, partition])
-        return f"segments [{first}, {last}) of {model}: must be a range within [0, {count})"
 
 
 FIRST_CALL_EXTRA = 0.2  # of a draft call: a guess on the low side, on the demo pair 0.8

@@ -1,7 +1,7 @@
 """Explorations: a few steps of a candidate that was not chosen, so that the predictions about it stay true.
 
-They take EXPLORED_SHARE of the time. While decoding plainly, some requests draft; while speculating, plain decoding and
-chains of twice the length are explored in rotation. A way that never ran is explored at once, unless it is expensive.
+They take EXPLORED_SHARE of the time. While decoding plainly, some requests draft; while speculating, none does for some
+steps. A way that never ran is explored at once, unless it is expensive.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.cost_model import BatchTimes
 
-EXPLORED_SHARE = 0.01  # of the time
+EXPLORED_SHARE = 0.005  # of the time
 EXPLORED_STEPS, COLD_STEPS = 6, 2  # steps of an exploration that count, after steps that find the caches cold
+OWN_US, LEAST_SHARE = 1500.0, 0.1  # what weighing and learning cost an exploration; a step loses this share at least
 EXPENSIVE = 0.5  # share of a step's time; an exploration that loses more has to be saved for
 DRAFTING_PART = 8  # one request in so many drafts in an exploration among plain rounds
 
@@ -30,11 +31,11 @@ class Exploration(NamedTuple):
 
     @property
     def cost_us(self) -> float:
-        return (EXPLORED_STEPS + COLD_STEPS) * max(self.extra_us, 0.02 * self.other.step_us) + self.once_us
+        lost_us = max(self.extra_us, LEAST_SHARE * self.other.step_us)
+        return (EXPLORED_STEPS + COLD_STEPS) * lost_us + self.once_us + OWN_US
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing has to be saved for it."""
         return self.is_new and self.extra_us < EXPENSIVE * self.other.step_us and self.once_us < float("inf")
 
 
@@ -45,7 +46,6 @@ class Explorer:
         self.current: Score | None = None
         self._num_left = 0  # steps
         self._saved_us = 0.0
-        self._num_begun = 0
 
     def observe(self, record: StepRecord, *, has_drafted: bool) -> None:
         """Counts a step of the exploration, or saves for the next one. A step in which the draft only catches up does
@@ -67,15 +67,12 @@ class Explorer:
         if self.current is not None and (chosen.mode, chosen.partition) == (self.current.mode, self.current.partition):
             self.current = None
 
-    def consider(self, explorations: list[Exploration]) -> None:
-        """Begins one if enough was saved: a new and cheap one at once, the others in rotation."""
-        chosen = next(
-            (each for each in explorations if each.is_free), explorations[self._num_begun % len(explorations)]
-        )
-        if self._saved_us >= chosen.cost_us or chosen.is_free:
-            self._saved_us = min(self._saved_us - chosen.cost_us, chosen.cost_us)
-            self.current, self._num_left = chosen.other, COLD_STEPS + (1 if chosen.is_new else EXPLORED_STEPS)
-            self._num_begun += 1
+    def consider(self, exploration: Exploration) -> None:
+        """Begins it if enough was saved, or at once if it is free."""
+        if self._saved_us >= exploration.cost_us or exploration.is_free:
+            self._saved_us = min(max(self._saved_us - exploration.cost_us, 0.0), exploration.cost_us)
+            self.current = exploration.other
+            self._num_left = COLD_STEPS + (1 if exploration.is_new else EXPLORED_STEPS)
 
 
 def extra_us(times: BatchTimes, length: int, num_drafting: int) -> float:

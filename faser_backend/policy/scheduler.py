@@ -42,7 +42,7 @@ class Scheduler:
         self.max_draft_lag = max_draft_lag
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._prefills_draft = True  # as last decided
+        self._prefills_draft = False  # as last decided; until then the draft may turn out to rest
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:

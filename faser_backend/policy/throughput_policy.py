@@ -1,18 +1,20 @@
 """The policies `faser` and `survival`: they run what yields most tokens per time.
 
-Every WEIGH_EVERY decisions the policy predicts tokens and time of a step for each candidate (policy/candidates.py):
-plain decoding, serial drafting and overlapped ways. It chooses the best one, whose throughput, in tokens
-per microsecond, is the *price*: it turns the time of a draft call, a row or an exit into the tokens that the same time
+At intervals the policy weighs: it predicts tokens and time of a step for each candidate (policy/candidates.py), which
+are plain decoding, serial drafting and overlapped ways, and chooses the best one. Its throughput, in tokens per
+microsecond, is the *price*: it turns the time of a draft call, a row or an exit into the tokens that the same time
 could have produced. A draft token is drafted, a row verified and an exit used if and only if the tokens that it adds
-exceed its time at that price. A hundredth of the time pays for explorations: some steps of a way that was not chosen,
-so that the predictions about it stay true.
+exceed its time at that price. Between two weighings a step repeats the choice. The interval doubles while the choice
+stays the same, and the steps that are learned from become rarer with it.
 
 A decision reads forward: chances of acceptance (policy/calibration.py), times (policy/cost_model.py), scores of the
-candidates, then the `Decision`. `survival` is the same policy without overlap and early exit.
+candidates, then the `Decision`. What was not chosen is explored now and then (policy/exploration.py). `survival` is the
+same policy without overlap and early exit.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,25 +22,26 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import AcceptanceModel, Chances, MarginCurve
-from faser_backend.policy.candidates import ChainTables, ChainYield, VerifyBatch, best_exit, scores_of
+from faser_backend.policy.calibration import AcceptanceModel, Chances, MarginCurve, by_slot
+from faser_backend.policy.candidates import ChainTables, ChainYield, best_exit, expected_batch, scores_of
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.exploration import COLD_STEPS, Exploration, Explorer, extra_us, some_drafting
 from faser_backend.policy.speculation import Knowledge
 
-# Decisions between two weighings: the interval doubles while the choice stays the same. Learning from a step takes
-# 0.1 ms and a weighing 0.4 ms, so one step in `interval / 8` is learned from.
+# Decisions between two weighings, which take 0.4 ms: the interval doubles while the choice stays the same.
 MIN_INTERVAL, MAX_INTERVAL = 4, 64
-PROBE_TOKENS = 16  # that a step drafts until as many draft tokens were tested
+# Learning from a step takes 0.15 ms. Once the choice stays the same one step in so many is learned from, or in so much
+# time if steps are short. The step behind it finds the caches cold: learned from as well, it would seem too slow.
+LEARN_EVERY, LEARN_SPAN_US = 4, 20_000.0
+PROBE_TOKENS, PROBE_TESTS = 4, 16  # that a step drafts, one per request at least, until so many were tested
 MANY_TESTS = 256  # of draft tokens; until then every drafting step is learned from
 # Share of the batch that joins or leaves before the mode is chosen again at once. A plain step does not depend on what
 # was weighed: in a burst, when the batch changes at every step, weighing must not delay the requests that wait.
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
-PROMPT_MEMORY, PROMPT_PRIOR = 20_000.0, 2000.0  # emitted tokens; a server first reads prompts and emits nothing
-CHUNK = 256  # tokens of a prompt that the draft reads at a time
 LEFT_SHARE = 0.5  # expected share of the tokens that requests may still emit, because answers end early
+CHUNK = 256  # tokens of a prompt that the draft reads at a time
 
 
 class ThroughputPolicy:
@@ -58,18 +61,21 @@ class ThroughputPolicy:
         self._tables = ChainTables(max_draft_tokens)
         chunk_us = self.costs.call_us(DRAFT, WHOLE, CHUNK, 1, CHUNK, max_rows=CHUNK, num_logit_rows=0)
         self._draft_read_us = float(chunk_us) / CHUNK  # per token of a prompt
-        self._num_read, self._num_emitted = 0.0, PROMPT_PRIOR  # tokens of prompts, and of answers; older ones faded
+        self._reading_us = 0.0  # of the draft, per emitted token
+        self._mean_answer = math.inf  # tokens, of the requests that have ended
+        self._weighed: Sequence[RunningSequence] = ()
         self._times: dict[tuple[int, str], BatchTimes] = {}  # corrected, by size and partition, as last weighed
         self.chosen: Score | None = None  # explorations aside
         self._scores: tuple[Score, ...] = ()
         self._price = 0.0  # tokens per microsecond
         self._weighed_size = self._context = 0  # sequences; tokens of each
+        self._most_change = 0.0  # of the batch, before it is weighed again at once
         self._num_decided = 0  # since the last weighing
+        self._is_waiting = False  # for requests whose drafts have less to catch up with
         self._explorer = Explorer()
         self._was_drafting = self._has_decoded_plainly = False
-        self._num_observed = 0  # steps
-        self._interval = MIN_INTERVAL
-        self._num_alike = 0  # steps since the last change between plain and speculative decoding
+        self._interval, self._learn_every = MIN_INTERVAL, 1
+        self._num_observed = self._num_alike = 0  # steps; since drafting began or ended
         self._decision: Decision | None = None  # repeated while the sequences stay the same
         self._decided_for: Sequence[RunningSequence] = ()
 
@@ -79,9 +85,8 @@ class ThroughputPolicy:
         size = len(sequences) + num_prefilling
         self._num_decided += 1
         is_due = self._explorer.end_if_done() or self._num_decided >= self._interval
-        is_plain = self.chosen is not None and self.chosen.mode is None
-        change = abs(size - self._weighed_size)
-        if is_due or change > (PLAIN_CHANGE if is_plain else DRAFTING_CHANGE) * self._weighed_size:
+        is_due |= self._is_waiting and self._decided_for != sequences
+        if is_due or abs(size - self._weighed_size) > self._most_change:
             self._decision = self._weigh(sequences, size)
         elif self._decision is None or self._decided_for != sequences:
             self._decision = self._new_decision(sequences)
@@ -97,61 +102,67 @@ class ThroughputPolicy:
                 keys += [(size // 2, split), (size, split)] if size > 1 else [(size, split)]
         self._context = self.costs.batch_context([each.num_tokens for each in sequences])
         self._times = self._predicted.corrected(keys, self._context, self._errors)
+        num_left = self._weigh_reading(sequences)
         self._scores = scores_of(self._times, size, self._tables.means(chances), self._yield)
-        now = best = max(self._scores, key=self._speed)
-        before = self.chosen or best
-        if before.mode is None and best.mode is not None and not self._is_worth_catching_up(sequences, best):
-            now = self._scores[0]
+        plain, now = self._scores[0], max(self._scores, key=self._speed)
+        before = self.chosen or now
+        gain_us = num_left * (1.0 / self._speed(plain) - 1.0 / self._speed(now))
+        # A draft that rested has to catch up first. If these requests do not repay that, others may.
+        self._is_waiting = before.mode is None and now.mode is not None and gain_us < self._catch_up_us(sequences)
+        now = plain if self._is_waiting else now
         has_changed = (before.mode, before.partition) != (now.mode, now.partition)
         if has_changed or abs(before.num_draft_tokens - now.num_draft_tokens) > 1:
             self._interval = MIN_INTERVAL
         elif num_decided >= self._interval and (now.mode is None or self._acceptance.num_tests >= MANY_TESTS):
             self._interval = min(2 * self._interval, MAX_INTERVAL)
+        usual = max(round(LEARN_SPAN_US / now.step_us), LEARN_EVERY)
+        self._learn_every = max(min(self._interval // 4, usual), 1)
+        if now.mode is None:
+            self._yield.fade()
+        self._most_change = size * (PLAIN_CHANGE if now.mode is None else DRAFTING_CHANGE)
         self.chosen = now
-        self._price = self._speed(best)
+        self._price = self._speed(now)
         self._explorer.end_if_chosen(now)
         if self._explorer.current is None:
             self._consider_exploring(sequences, now)
         return self._new_decision(sequences, chances)
 
     def _speed(self, score: Score) -> float:
-        """Returns tokens per microsecond; the time in which the draft reads prompts is included."""
+        """Returns tokens per microsecond; the time in which the draft reads is included."""
         us = score.step_us / score.num_tokens
-        return 1.0 / (us if score.mode is None else us + self._num_read / self._num_emitted * self._draft_read_us)
+        return 1.0 / (us if score.mode is None else us + self._reading_us)
 
-    def _is_worth_catching_up(self, sequences: Sequence[RunningSequence], best: Score) -> bool:
-        """Whether the rest of the answers repays what the draft has to read before it can draft again."""
-        num_left = LEFT_SHARE * sum(each.num_remaining_tokens for each in sequences)
-        gain_us = num_left * (1.0 / self._speed(self._scores[0]) - 1.0 / self._speed(best))
-        return gain_us > self._catch_up_us(sequences)
+    def _weigh_reading(self, sequences: Sequence[RunningSequence]) -> float:
+        """Divides the time in which the draft reads prompts by the tokens of the answers. Returns how many tokens these
+        requests will emit yet, as expected."""
+        for ended in (each.num_output_tokens for each in self._weighed if each.slot < 0):
+            self._mean_answer = ended if math.isinf(self._mean_answer) else 0.9 * self._mean_answer + 0.1 * ended
+        self._weighed = list(sequences)
+        num_left = sum(min(LEFT_SHARE * each.num_remaining_tokens, self._mean_answer) for each in sequences)
+        num_emitted = num_left + sum(each.num_output_tokens for each in sequences)
+        num_prompt = sum(each.num_prompt_tokens - each.stats.num_reused_tokens for each in sequences)
+        self._reading_us = self._draft_read_us * num_prompt / num_emitted
+        return num_left
 
     def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
         """Returns the time in which the draft reads what it has missed; infinity if no request may draft."""
         lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
-        if not lags:
-            return float("inf")
-        return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), self._context))
+        return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), self._context)) if lags else math.inf
 
     def _consider_exploring(self, sequences: Sequence[RunningSequence], chosen: Score) -> None:
-        """Explores drafting while decoding plainly; else plain decoding and chains of twice the length, in rotation."""
+        """Explores drafting while decoding plainly, and plain decoding while drafting."""
         plain, serial, *_ = self._scores
-        size = len(sequences)
-        times = self._times[size, WHOLE]
+        times = self._times[len(sequences), WHOLE]
         if chosen.mode is None:  # some requests draft
             length, drafting = serial.num_draft_tokens, some_drafting(sequences)
             more_us = extra_us(times, length, len(drafting)) if drafting else 0.0
             is_new = (DRAFT, WHOLE) not in self._errors.known
             catch_up_us = self._catch_up_us([sequences[index] for index in drafting])
-            explorations = [Exploration(serial, is_new, more_us, catch_up_us)]
+            exploration = Exploration(serial, is_new, more_us, catch_up_us)
         else:  # plain decoding loses the tokens that the same time would have brought
             lost_us = plain.step_us * (1.0 - self._speed(plain) / self._speed(chosen))
-            explorations = [Exploration(plain, not self._has_decoded_plainly, lost_us)]
-            if chosen.mode is PipelineMode.SERIAL:
-                length = min(2 * chosen.num_draft_tokens, self._max_draft_tokens)
-                us = float(times.verify_us[0]) + extra_us(times, length, size)
-                longer = chosen._replace(num_draft_tokens=length, floor=0.0)
-                explorations.append(Exploration(longer, False, us - chosen.step_us))
-        self._explorer.consider(explorations)
+            exploration = Exploration(plain, not self._has_decoded_plainly, lost_us)
+        self._explorer.consider(exploration)
 
     def _new_decision(self, sequences: Sequence[RunningSequence], chances: Chances | None = None) -> Decision:
         """Returns a step of the chosen candidate, or of the exploration, for these sequences."""
@@ -159,23 +170,25 @@ class ThroughputPolicy:
         score = self._explorer.current or self.chosen
         assert score is not None and self.chosen is not None
         size, reason = len(sequences), "best" if score is self.chosen else "exploration"
-        why = {"tokens_per_us": self._price, "scores": self._scores, "reason": reason}
+        rests = self.chosen.mode is None  # a draft that rests reads what it missed when it is asked
+        why = {"tokens_per_us": self._price, "scores": self._scores, "reason": reason, "prefills_draft": not rests}
         if score.mode is None:
-            return Decision([0] * size, prefills_draft=self.chosen.mode is not None, **why)
+            return Decision([0] * size, **why)
         chances = chances or self._acceptance.read(sequences)
-        offsets = _by_slot(sequences, chances.offsets)
+        offsets = by_slot(sequences, chances.offsets)
         longest = self._max_draft_tokens
-        if self._acceptance.num_tests < PROBE_TOKENS:  # nobody knows yet whether anything is accepted
+        if self._acceptance.num_tests < PROBE_TESTS:  # nobody knows yet whether anything is accepted
             longest = max(PROBE_TOKENS // size, 1)
         lengths, trim = [min(score.num_draft_tokens, longest)] * size, None
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
-        if self.chosen.mode is None:  # an exploration among plain rounds
+        if rests:  # an exploration among plain rounds
             drafting = set(some_drafting(sequences))
             lengths = [lengths[0] * (index in drafting) for index in range(size)]
         elif score.floor > 0.0:
             lengths = [longest] * size
             trim = self._rule(cohort, score, chances, offsets)
-        pruner = self._pruner(score, cohort, chances.curves[0], offsets) if self._exits else None
+        found = best_exit(self.costs, self._exits, expected_batch(score, cohort, self._context, self._price))
+        pruner = EarlyExit((found,), chances.curves[0], offsets) if found is not None else None
         return Decision(lengths, score.mode, score.partition, trim, pruner, **why)
 
     def _rule(self, size: int, score: Score, chances: Chances, offsets: np.ndarray) -> TrimRule:
@@ -196,20 +209,6 @@ class ThroughputPolicy:
             row_price=self._price * float(times.verify_us[usual] - times.verify_us[0]) / usual,
         )
 
-    def _pruner(self, score: Score, size: int, curve: MarginCurve, offsets: np.ndarray) -> EarlyExit | None:
-        """Returns the exit that saves most at the price, if one does."""
-        batch = VerifyBatch(
-            size,
-            size + round(score.num_rows),
-            self._context,
-            max(score.num_tokens - size, 0.0),
-            self._price,
-            is_trimmed=score.floor > 0.0,
-            partition=score.partition,
-        )
-        found = best_exit(self.costs, self._exits, batch)
-        return None if found is None else EarlyExit((found,), curve, offsets)
-
     # -- learning -------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
@@ -218,23 +217,18 @@ class ThroughputPolicy:
         self._num_observed += 1
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
         self._was_drafting = has_drafted
-        self._num_emitted += float(record.acceptance.num_emitted.sum())
-        if record.plan.prefills:
-            self._num_read += sum(chunk.num_tokens for chunk in record.plan.prefills)
-        is_exploring = self._explorer.current is not None
-        if is_exploring or self._num_observed % max(self._interval // 8, 1) == 0:
+        if self._num_observed % (LEARN_EVERY if self._explorer.current is not None else self._learn_every) == 0:
             self._learn(record, has_drafted=has_drafted)
 
     def _learn(self, record: StepRecord, *, has_drafted: bool) -> None:
         """Learns chances, times and the yield of chains from a step."""
-        if self._num_emitted > PROMPT_MEMORY:  # older prompts and answers fade
-            self._num_emitted, self._num_read = 0.5 * self._num_emitted, 0.5 * self._num_read
         self._has_decoded_plainly |= not has_drafted
         decision = record.plan.decision
         if has_drafted:
             self._acceptance.observe(record)
             self._decided_for = ()  # the offsets of requests have changed
-        is_first = (DRAFT if has_drafted else TARGET, decision.partition) not in self._errors.known
+        is_known = (DRAFT if has_drafted else TARGET, decision.partition) in self._errors.known
+        is_first = not is_known and not self.costs.is_measured
         if (self._num_alike < COLD_STEPS and not is_first) or record.has_clients:
             return
         knows_who = not record.plan.drafts or not self._acceptance.has_look_ups
@@ -247,10 +241,3 @@ class ThroughputPolicy:
         is_as_predicted = score.mode is decision.mode and record.num_tokens.size == self._weighed_size
         if is_as_predicted and decision.mode is not PipelineMode.RUN_AHEAD:
             self._yield.observe(record, score)
-
-
-def _by_slot(sequences: Sequence[RunningSequence], offsets: np.ndarray) -> np.ndarray:
-    slots = [each.slot for each in sequences]
-    by_slot = np.zeros(1 + max(slots))
-    by_slot[slots] = offsets
-    return by_slot

@@ -195,8 +195,9 @@ def inner_policy(fake: FakeEngine):
 
 @pytest.mark.parametrize("name", ["faser", "gp-lcb"])
 def test_offsets_are_of_the_servers_draft_alone(name: str):
-    """Its tokens are all accepted, so every request is easier than the traffic."""
-    assert min(offsets_of(learn(name))) > 0.0
+    """Its tokens are all accepted, so no request is harder than the traffic; `faser` learns from some steps alone."""
+    offsets = offsets_of(learn(name))
+    assert min(offsets) >= 0.0 and max(offsets) > 0.0
 
 
 @pytest.mark.parametrize("policy", ["goodput", "fixed:4"])

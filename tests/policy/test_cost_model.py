@@ -123,7 +123,7 @@ def test_the_default_is_cautious_and_knows_no_splits() -> None:
 
 def test_what_is_not_there_is_named() -> None:
     model = default_cost_model(TARGET_SIZE, DRAFT_SIZE)
-    with pytest.raises(ValueError, match="partition = '1/1'"):
+    with pytest.raises(ValueError, match="on '1/1': unknown"):
         model.call_us(TARGET, "1/1", 1, 1, 1)
     with pytest.raises(ValueError, match=r"segments \[1, 3\)"):
         model.call_us(TARGET, WHOLE, 1, 1, 1, first_segment=1, last_segment=3)

@@ -129,23 +129,6 @@ def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
     assert joined.chosen.num_tokens > 16 * alone.chosen.num_tokens / 4
 
 
-def test_does_not_catch_up_for_answers_that_are_nearly_over():
-    """Speculation is ahead for one sequence, but its draft has a thousand tokens to read and few are left to emit."""
-    slow_to_read = costs(300.0, 1000.0, 25.0)
-    slow_to_read.segments[DRAFT, WHOLE] = (control_worlds.call(300.0, 50.0),)  # type: ignore[index]
-    chosen = []
-    for num_left in (2, 1000):
-        policy = ThroughputPolicy(Knowledge(slow_to_read), MAX_ADAPTIVE_TOKENS, with_modes=False)
-        policy.decide(sequences(1))
-        assert policy.chosen is not None
-        policy.chosen = plain_score(BatchTimes(slow_to_read, MAX_ADAPTIVE_TOKENS, 1, 32, WHOLE))
-        late = sequences(1, 1000, num_left)
-        late[0].target_len = 999
-        policy._weigh(late, 1)
-        chosen.append(policy.chosen.mode)
-    assert chosen == [None, PipelineMode.SERIAL]
-
-
 # -- expected values of chains ------------------------------------------------------------------------------
 
 
