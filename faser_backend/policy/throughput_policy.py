@@ -8,7 +8,7 @@ exceed its time at that price. Between two weighings a step repeats the choice. 
 stays the same, and the steps that are learned from become rarer with it.
 
 A decision reads forward: chances of acceptance (policy/calibration.py), times (policy/cost_model.py), scores of the
-candidates, then the `Decision`. What was not chosen is explored now and then (policy/exploration.py). `survival` is the
+candidates, then the `Decision`. What was not chosen is explored now and then. `survival` is the
 same policy without overlap and early exit.
 """
 
@@ -22,11 +22,10 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
+from faser_backend.policy import candidates
 from faser_backend.policy.calibration import AcceptanceModel, Chances, MarginCurve, by_slot
-from faser_backend.policy.candidates import ChainTables, ChainYield, best_exit, expected_batch, scores_of
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.early_exit import EarlyExit
-from faser_backend.policy.exploration import COLD_STEPS, Exploration, Explorer, extra_us, some_drafting
 from faser_backend.policy.speculation import Knowledge
 
 # Decisions between two weighings, which take 0.4 ms: the interval doubles while the choice stays the same.
@@ -56,9 +55,9 @@ class ThroughputPolicy:
         self._max_draft_tokens = max_draft_tokens
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._errors = TimeErrors(0.0 if self.costs.is_measured else OPTIMISM)
-        self._yield = ChainYield()
+        self._yield = candidates.ChainYield()
         self._predicted = BatchTimesCache(self.costs, max_draft_tokens)
-        self._tables = ChainTables(max_draft_tokens)
+        self._tables = candidates.ChainTables(max_draft_tokens)
         chunk_us = self.costs.call_us(DRAFT, WHOLE, CHUNK, 1, CHUNK, max_rows=CHUNK, num_logit_rows=0)
         self._draft_read_us = float(chunk_us) / CHUNK  # per token of a prompt
         self._reading_us = 0.0  # of the draft, per emitted token
@@ -72,7 +71,7 @@ class ThroughputPolicy:
         self._most_change = 0.0  # of the batch, before it is weighed again at once
         self._num_decided = 0  # since the last weighing
         self._is_waiting = False  # for requests whose drafts have less to catch up with
-        self._explorer = Explorer()
+        self._explorer = candidates.Explorer()
         self._was_drafting = self._has_decoded_plainly = False
         self._interval, self._learn_every = MIN_INTERVAL, 1
         self._num_observed = self._num_alike = 0  # steps; since drafting began or ended
@@ -103,7 +102,7 @@ class ThroughputPolicy:
         self._context = self.costs.batch_context([each.num_tokens for each in sequences])
         self._times = self._predicted.corrected(keys, self._context, self._errors)
         num_left = self._weigh_reading(sequences)
-        self._scores = scores_of(self._times, size, self._tables.means(chances), self._yield)
+        self._scores = candidates.scores_of(self._times, size, self._tables.means(chances), self._yield)
         plain, now = self._scores[0], max(self._scores, key=self._speed)
         before = self.chosen or now
         gain_us = num_left * (1.0 / self._speed(plain) - 1.0 / self._speed(now))
@@ -154,14 +153,14 @@ class ThroughputPolicy:
         plain, serial, *_ = self._scores
         times = self._times[len(sequences), WHOLE]
         if chosen.mode is None:  # some requests draft
-            length, drafting = serial.num_draft_tokens, some_drafting(sequences)
-            more_us = extra_us(times, length, len(drafting)) if drafting else 0.0
+            length, drafting = serial.num_draft_tokens, candidates.some_drafting(sequences)
+            more_us = candidates.extra_us(times, length, len(drafting)) if drafting else 0.0
             is_new = (DRAFT, WHOLE) not in self._errors.known
             catch_up_us = self._catch_up_us([sequences[index] for index in drafting])
-            exploration = Exploration(serial, is_new, more_us, catch_up_us)
+            exploration = candidates.Exploration(serial, is_new, more_us, catch_up_us)
         else:  # plain decoding loses the tokens that the same time would have brought
             lost_us = plain.step_us * (1.0 - self._speed(plain) / self._speed(chosen))
-            exploration = Exploration(plain, not self._has_decoded_plainly, lost_us)
+            exploration = candidates.Exploration(plain, not self._has_decoded_plainly, lost_us)
         self._explorer.consider(exploration)
 
     def _new_decision(self, sequences: Sequence[RunningSequence], chances: Chances | None = None) -> Decision:
@@ -182,12 +181,13 @@ class ThroughputPolicy:
         lengths, trim = [min(score.num_draft_tokens, longest)] * size, None
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
         if rests:  # an exploration among plain rounds
-            drafting = set(some_drafting(sequences))
+            drafting = set(candidates.some_drafting(sequences))
             lengths = [lengths[0] * (index in drafting) for index in range(size)]
         elif score.floor > 0.0:
             lengths = [longest] * size
             trim = self._rule(cohort, score, chances, offsets)
-        found = best_exit(self.costs, self._exits, expected_batch(score, cohort, self._context, self._price))
+        batch = candidates.expected_batch(score, cohort, self._context, self._price)
+        found = candidates.best_exit(self.costs, self._exits, batch)
         pruner = EarlyExit((found,), chances.curves[0], offsets) if found is not None else None
         return Decision(lengths, score.mode, score.partition, trim, pruner, **why)
 
@@ -229,7 +229,7 @@ class ThroughputPolicy:
             self._decided_for = ()  # the offsets of requests have changed
         is_known = (DRAFT if has_drafted else TARGET, decision.partition) in self._errors.known
         is_first = not is_known and not self.costs.is_measured
-        if (self._num_alike < COLD_STEPS and not is_first) or record.has_clients:
+        if (self._num_alike < candidates.COLD_STEPS and not is_first) or record.has_clients:
             return
         knows_who = not record.plan.drafts or not self._acceptance.has_look_ups
         self._errors.observe_step(record, self._predicted, knows_who=knows_who)
