@@ -139,7 +139,7 @@ def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode)
     for num_blocks in (200, 30):
         num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
         # `faser` decodes plainly if it expects no gain; with answers this short it may not resume drafting.
-        assert num_loops == 0 if policy == "none" else num_loops > (2 if policy in {"faser", "survival"} else 10)
+        assert num_loops == 0 if policy == "none" else num_loops > (2 if policy in {"faser", "survival"} else 8)
 
 
 @pytest.mark.parametrize("mode", PipelineMode)
