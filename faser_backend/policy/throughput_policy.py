@@ -8,8 +8,8 @@ exceed its time at that price. Between two weighings a step repeats the choice. 
 stays the same, and the steps that are learned from become rarer with it.
 
 A decision reads forward: chances of acceptance (policy/calibration.py), times (policy/cost_model.py), scores of the
-candidates, then the `Decision`. What was not chosen is explored now and then. `survival` is the
-same policy without overlap and early exit.
+candidates, then the `Decision`. What was not chosen is explored now and then. `survival` is the same policy without
+overlap and early exit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MIN_INTERVAL, MAX_INTERVAL = 4, 64
 # time if steps are short. The step behind it finds the caches cold: learned from as well, it would seem too slow.
 LEARN_EVERY, LEARN_SPAN_US = 4, 20_000.0
 PROBE_TOKENS, PROBE_TESTS = 4, 16  # that a step drafts, one per request at least, until so many were tested
-MANY_TESTS = 256  # of draft tokens; until then every drafting step is learned from
+MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while drafting
 # Share of the batch that joins or leaves before the mode is chosen again at once. A plain step does not depend on what
 # was weighed: in a burst, when the batch changes at every step, weighing must not delay the requests that wait.
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
@@ -139,7 +139,7 @@ class ThroughputPolicy:
         self._weighed = list(sequences)
         num_left = sum(min(LEFT_SHARE * each.num_remaining_tokens, self._mean_answer) for each in sequences)
         num_emitted = num_left + sum(each.num_output_tokens for each in sequences)
-        num_prompt = sum(each.num_prompt_tokens - each.stats.num_reused_tokens for each in sequences)
+        num_prompt = sum(max(each.num_prompt_tokens - each.stats.num_reused_tokens, 0) for each in sequences)
         self._reading_us = self._draft_read_us * num_prompt / num_emitted
         return num_left
 
