@@ -9,7 +9,7 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
+from faser_backend.policy.cost_model import BatchTimesCache, CostModel
 
 PRIOR_ACCEPTANCE = 0.6  # until there is evidence
 PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits from the batch
@@ -47,7 +47,7 @@ class Goodput:
     partitions = (WHOLE,)
 
     def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
-        self._costs = costs
+        self._costs, self._times = costs, BatchTimesCache(costs, max_draft_tokens)
         self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
@@ -61,13 +61,9 @@ class Goodput:
 
     def round_us(self, num_sequences: int, context: int) -> np.ndarray:
         """Returns the predicted microseconds [K + 1] of a serial round, for each candidate length."""
-        costs, lengths = self._costs, self._lengths
-        num_rows = num_sequences * (lengths + 1)
-        draft_us = costs.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context)
-        draft_us = draft_us + costs.overhead.draft_call(num_sequences)
-        verify_us = costs.call_us(TARGET, WHOLE, num_rows, num_sequences, context)
-        draft_us = lengths * draft_us + (lengths > 0) * costs.overhead.draft_round(num_sequences)
-        return draft_us + verify_us + costs.overhead.step(num_sequences, num_rows)
+        times, lengths = self._times.of(num_sequences, context, WHOLE), self._lengths
+        draft_us = lengths * times.draft_us[num_sequences] + (lengths > 0) * times.draft_round_us
+        return draft_us + times.verify_us[num_sequences * lengths]
 
 
 def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:

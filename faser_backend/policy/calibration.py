@@ -113,11 +113,9 @@ class MatchCalibration:
         self._tested, self._accepted = tested, accepted
         self._fresh: list[tuple[np.ndarray, np.ndarray]] = []  # margins and outcomes since the last fit
         self._num_fresh = 0
-        self.version = 0  # rises with every fit
         self._refresh()
 
     def _refresh(self) -> None:
-        self.version += 1
         # Half a test of the guess stays in every bin, so that an empty bin does not divide by zero.
         tested, self._num_known = self._tested + 0.5, float(self._tested.sum())
         self.curve = MarginCurve(tested / tested.sum(), rising_shares(self._accepted + 0.5 * _GUESSED_PROBS, tested))
@@ -161,7 +159,6 @@ class Chances(NamedTuple):
 
     offsets: np.ndarray  # [B] added to the log odds of each request's draft tokens
     curves: tuple[MarginCurve, ...]  # [S] by source of chains, the engine's drafter first; those that make chains
-    versions: tuple[int, ...]  # [S] a curve changes with its version
     shares: tuple[float, ...]  # [S] of the latest chains, summing to 1
     match_logits: np.ndarray  # [M], or [S, M] if there are several sources, as in a TrimRule
 
@@ -194,7 +191,6 @@ class AcceptanceModel:
         return Chances(
             self.offsets(sequences),
             tuple(each.curve for each in used),
-            tuple(each.version for each in used),
             tuple((self._num_chains / self._num_chains.sum()).tolist()[: len(used)]),
             np.stack([each.curve.match_logits for each in used]) if len(used) > 1 else used[0].curve.match_logits,
         )

@@ -1,15 +1,15 @@
-"""The candidates for the next steps, with predicted tokens and time of each; the early exit that pays most; and the
-exploration of candidates that were not chosen.
+"""The candidates for the next steps, with predicted tokens and time of each, and the exploration of others.
 
-A chain is extended, and its rows are verified, while its survival stays above a floor. The tokens of such chains follow
-from the distribution of margins and the chance at each margin: the logarithm of survival is a sum, so its distribution
-after each draft token is a convolution. docs/policies.md derives the formulas.
+A chain is extended, and its rows are verified, while its survival stays above a floor. How many tokens such chains
+draft and emit is read off a sample of chains, whose margins follow the curve of the traffic. docs/policies.md derives
+the formulas.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ from faser_backend.core.decision import WHOLE, PipelineMode, Score
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import Chances, MarginCurve, sigmoid
-from faser_backend.policy.cost_model import TARGET, BatchTimes, CostModel
-from faser_backend.policy.early_exit import ExitCalibration
+from faser_backend.policy.cost_model import BatchTimes
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 
 # [F] of survival: below the first a chain is not drafted on, below the second a drafted token's row is not verified.
 # Where a row costs as much as a draft call the two are alike, where it costs next to nothing every row is verified.
@@ -27,13 +27,11 @@ _USED = (0.1, 0.2, 0.3, 0.45, 0.6, 0.75)
 FLOORS = np.array([0.0, *_USED, *_USED])  # 0: all chains are alike, nothing is trimmed
 _ROW_FLOORS = np.array([0.0, *_USED, *(0.15 * floor for floor in _USED)])
 _OFFSETS = np.linspace(-1.6, 1.6, 5)  # [G] of requests, between which the yield of chains is interpolated
-_LOG_STEP, _NUM_STATES = 0.15, 28  # of -log survival: down to 0.015
-_GOES_ON, _HAS_ROW = (
-    np.arange(_NUM_STATES) * _LOG_STEP <= -np.log(np.maximum(floors, 1e-9))[:, None] for floors in (FLOORS, _ROW_FLOORS)
-)  # bool [F, S]
-MOST_TABLES = 8  # that are kept
-_SURVIVAL = np.exp(-_LOG_STEP * np.arange(_NUM_STATES))  # [S]
-_SHIFTS = np.subtract.outer(np.arange(_NUM_STATES), np.arange(_NUM_STATES)).T  # [S, S] states from one to another
+_NUM_CHAINS = 256
+# [K, N] the rank of each draft token's margin, in (0, 1): every row holds every rank, in an order of its own.
+_RANKS = np.random.default_rng(0).permuted(
+    np.tile((np.arange(_NUM_CHAINS) + 0.5) / _NUM_CHAINS, (MAX_ADAPTIVE_TOKENS, 1)), axis=1
+)
 
 EXPLORED_SHARE = 0.005  # of the time
 EXPLORED_STEPS, COLD_STEPS = 6, 2  # steps of an exploration that count, after steps that find the caches cold
@@ -78,69 +76,36 @@ class ChainYield:
         self._predicted = fade * self._predicted + (score.num_accepted, score.num_rows)
 
 
-class ChainTable:
-    """Means of chains under one curve, for requests of different offsets."""
-
-    def __init__(self, curve: MarginCurve, max_draft_tokens: int) -> None:
-        chances = sigmoid(curve.match_logits + _OFFSETS[:, None])  # [G, M]
-        shifts = -np.log(chances) / _LOG_STEP
-        lower = shifts.astype(np.int64)
-        step = np.zeros((_OFFSETS.size, _NUM_STATES + 1))  # [G, S] how far one draft token moves -log survival
-        for bins, share in ((lower, 1.0 - (shifts - lower)), (lower + 1, shifts - lower)):
-            rows = np.broadcast_to(np.arange(_OFFSETS.size)[:, None], bins.shape)
-            np.add.at(step, (rows, np.minimum(bins, _NUM_STATES)), share * curve.margin_shares)
-        moves = np.where(_SHIFTS >= 0, step[:, np.maximum(_SHIFTS, 0)], 0.0)  # [G, S, S]
-        state = np.zeros((_OFFSETS.size, FLOORS.size, _NUM_STATES))
-        state[:, :, 0] = 1.0
-        drafting, verified, kept = [], [], []
-        for _ in range(max_draft_tokens):
-            drafting.append(state.sum(axis=2))
-            state = state @ moves
-            shown = np.where(_HAS_ROW, state, 0.0)
-            verified.append(shown.sum(axis=2))
-            kept.append(shown @ _SURVIVAL)
-            state = np.where(_GOES_ON, state, 0.0)
-        self._shares = np.stack([np.stack(each, axis=2) for each in (drafting, verified, kept)])  # [3, G, F, K]
-        mean = (chances @ curve.margin_shares)[:, None] ** np.arange(1, max_draft_tokens + 1)  # [G, K]
-        self._shares[:2, :, 0] = 1.0  # without a floor nothing falls off the grid
-        self._shares[2, :, 0] = mean
-
-    def of(self, offsets: np.ndarray) -> ChainMeans:
-        """Returns the means over requests of these offsets [B]."""
-        place = np.clip((offsets - _OFFSETS[0]) / (_OFFSETS[1] - _OFFSETS[0]), 0.0, _OFFSETS.size - 1.001)
-        lower = place.astype(np.int64)
-        weights = np.bincount(lower, 1.0 - (place - lower), _OFFSETS.size)
-        weights += np.bincount(lower + 1, place - lower, _OFFSETS.size)
-        return ChainMeans(*np.tensordot(self._shares, weights / offsets.size, (1, 0)))
+@lru_cache(8)
+def _shares(curve: MarginCurve) -> np.ndarray:
+    """Returns ChainMeans of the sampled chains as an array [3, G, F, K], for requests of each of _OFFSETS."""
+    bins = np.searchsorted(np.cumsum(curve.margin_shares[:-1]), _RANKS)  # [K, N]
+    survival = np.cumprod(sigmoid(curve.match_logits + _OFFSETS[:, None])[:, None, bins], axis=2)  # [G, 1, K, N]
+    before = np.insert(survival[:, :, :-1], 0, 1.0, axis=2)
+    is_drafted = before >= FLOORS[:, None, None]  # [G, F, K, N]
+    has_row = is_drafted & (survival >= _ROW_FLOORS[:, None, None])
+    counts = np.count_nonzero(is_drafted, axis=3), np.count_nonzero(has_row, axis=3)
+    return np.stack([*counts, (survival * has_row).sum(axis=3)]) / _NUM_CHAINS
 
 
-class ChainTables:
-    """The tables of the latest curves."""
-
-    def __init__(self, max_draft_tokens: int) -> None:
-        self._max_draft_tokens = max_draft_tokens
-        self._tables: dict[tuple[int, int], ChainTable] = {}  # by source and version
-
-    def means(self, chances: Chances) -> ChainMeans:
-        """Returns the means of a batch's chains, of all sources."""
-        parts = []
-        for source, share in enumerate(chances.shares):
-            if share:
-                key = source, chances.versions[source]
-                if key not in self._tables:
-                    if len(self._tables) > MOST_TABLES:
-                        self._tables.clear()
-                    self._tables[key] = ChainTable(chances.curves[source], self._max_draft_tokens)
-                parts.append((share, self._tables[key].of(chances.offsets)))
-        return parts[0][1] if len(parts) == 1 else mixed(parts)
+def means_of(curve: MarginCurve, offsets: np.ndarray) -> ChainMeans:
+    """Returns the means over requests of these offsets [B], whose chains have one source."""
+    position = np.clip((offsets - _OFFSETS[0]) / (_OFFSETS[1] - _OFFSETS[0]), 0.0, _OFFSETS.size - 1.001)
+    lower = position.astype(np.int64)
+    weights = np.bincount(lower, 1.0 - (position - lower), _OFFSETS.size)
+    weights += np.bincount(lower + 1, position - lower, _OFFSETS.size)
+    return ChainMeans(*np.tensordot(_shares(curve), weights / offsets.size, (1, 0)))
 
 
-def mixed(parts: list[tuple[float, ChainMeans]]) -> ChainMeans:
-    """Returns the means of a mix of chains, (share, chains) each, the engine's drafter's first: it alone takes draft
+def batch_means(chances: Chances) -> ChainMeans:
+    """Returns the means over a batch's chains, of all sources. The engine's drafter, the first one, alone takes draft
     calls."""
-    drafting = parts[0][0] * parts[0][1].drafting
-    verified, kept = (sum(share * chains[column] for share, chains in parts) for column in (1, 2))
-    return ChainMeans(drafting, np.asarray(verified), np.asarray(kept))
+    parts = [
+        share * np.array(means_of(curve, chances.offsets))
+        for curve, share in zip(chances.curves, chances.shares, strict=True)
+    ]
+    _, verified, kept = sum(parts)
+    return ChainMeans(parts[0][0], verified, kept)
 
 
 def scores_of(
@@ -215,83 +180,12 @@ def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, 
     return Score(PipelineMode.RUN_AHEAD, times.partition, best + 1, 0.0, *found)
 
 
-class VerifyBatch(NamedTuple):
-    """The expected verification of a step, before exits."""
-
-    num_sequences: int
-    num_rows: int  # that enter it, anchors included
-    context_tokens: int  # the longest
-    num_accepted: float  # draft tokens that would be accepted, over the batch
-    tokens_per_us: float  # the price: converts lost tokens to time
-    is_trimmed: bool = False  # confidence trimming has already taken the least likely rows
-    partition: str = WHOLE
-
-
-def expected_batch(score: Score, size: int, context: int, price: float) -> VerifyBatch:
-    """Returns the verification that a candidate predicts for `size` sequences."""
-    num_rows, num_accepted = size + round(score.num_rows), max(score.num_tokens - size, 0.0)
-    is_trimmed = score.floor > 0.0
-    return VerifyBatch(size, num_rows, context, num_accepted, price, is_trimmed=is_trimmed, partition=score.partition)
-
-
-def predicted_saving_us(costs: CostModel, calibration: ExitCalibration, batch: VerifyBatch) -> float:
-    """Returns the microseconds that this exit saves a verification on average; negative if it costs time.
-
-    The sum: deeper segments, sampling and acceptance of the pruned rows; less the time that the lost tokens are worth;
-    less the exit's own scoring. The longest chain is assumed to stay.
-    """
-    num_draft_rows = batch.num_rows - batch.num_sequences
-    if num_draft_rows <= 0:
-        return 0.0
-    share, retention = calibration.trimmed_pruned_share, calibration.trimmed_retention
-    if not batch.is_trimmed:
-        share, retention = calibration.pruned_share(num_draft_rows / batch.num_sequences), calibration.retention
-    num_pruned = share * num_draft_rows
-    before, after = costs.call_us(
-        TARGET,
-        batch.partition,
-        np.array([batch.num_rows, batch.num_rows - num_pruned]),
-        batch.num_sequences,
-        batch.context_tokens,
-        max_rows=math.ceil(batch.num_rows / batch.num_sequences),
-        first_segment=calibration.segment + 1,
-    )
-    saved_us = float(before - after) + num_pruned * costs.overhead.step_row_us
-    lost_us = (1.0 - retention) * batch.num_accepted / batch.tokens_per_us
-    return saved_us - lost_us - float(costs.overhead.exit(batch.num_rows))
-
-
-def best_exit(costs: CostModel, exits: tuple[ExitCalibration, ...], batch: VerifyBatch) -> ExitCalibration | None:
-    """Returns the exit that saves most in such verifications; None if no exit pays."""
-    savings = [predicted_saving_us(costs, calibration, batch) for calibration in exits]
-    best = max(range(len(exits)), key=savings.__getitem__, default=None)
-    return None if best is None or savings[best] <= 0.0 else exits[best]
-
-
 # -- explorations ---------------------------------------------------------------------------------------------
 
 
-class Exploration(NamedTuple):
-    """Some steps of a candidate that was not chosen, so that the predictions about it stay true: while decoding plainly
-    some requests draft, while speculating none does."""
-
-    other: Score
-    is_new: bool  # never run: explored at once, for fewer steps, if it is cheap
-    extra_us: float  # time that a step of it loses against the chosen candidate, at equal tokens
-    once_us: float = 0.0  # time before the first of its steps
-
-    @property
-    def cost_us(self) -> float:
-        lost_us = max(self.extra_us, LEAST_SHARE * self.other.step_us)
-        return (EXPLORED_STEPS + COLD_STEPS) * lost_us + self.once_us + OWN_US
-
-    @property
-    def is_free(self) -> bool:
-        return self.is_new and self.extra_us < EXPENSIVE * self.other.step_us and self.once_us < float("inf")
-
-
 class Explorer:
-    """Saves time for explorations. At most one runs at a time."""
+    """Runs some steps of a candidate that was not chosen, so that the predictions about it stay true, and saves time
+    for them. While decoding plainly some requests draft, while speculating none does."""
 
     def __init__(self) -> None:
         self.current: Score | None = None
@@ -313,17 +207,19 @@ class Explorer:
         self.current = None
         return True
 
-    def end_if_chosen(self, chosen: Score) -> None:
-        """Ends an exploration whose mode has just been chosen."""
-        if self.current is not None and (chosen.mode, chosen.partition) == (self.current.mode, self.current.partition):
-            self.current = None
+    def consider(self, other: Score, *, is_new: bool, lost_us: float, once_us: float = 0.0) -> None:
+        """Begins an exploration of `other` if enough time was saved. If it never ran and is cheap it begins at once,
+        for fewer steps.
 
-    def consider(self, exploration: Exploration) -> None:
-        """Begins it if enough was saved, or at once if it is free."""
-        if self._saved_us >= exploration.cost_us or exploration.is_free:
-            self._saved_us = min(max(self._saved_us - exploration.cost_us, 0.0), exploration.cost_us)
-            self.current = exploration.other
-            self._num_left = COLD_STEPS + (1 if exploration.is_new else EXPLORED_STEPS)
+        lost_us: time that a step of it loses against the chosen candidate, at equal tokens. once_us: before its first
+        step.
+        """
+        each_us = max(lost_us, LEAST_SHARE * other.step_us)
+        cost_us = (EXPLORED_STEPS + COLD_STEPS) * each_us + once_us + OWN_US
+        if self._saved_us >= cost_us or (is_new and lost_us < EXPENSIVE * other.step_us and once_us < math.inf):
+            self._saved_us = min(max(self._saved_us - cost_us, 0.0), cost_us)
+            self.current = other
+            self._num_left = COLD_STEPS + (1 if is_new else EXPLORED_STEPS)
 
 
 def extra_us(times: BatchTimes, length: int, num_drafting: int) -> float:

@@ -1,8 +1,8 @@
 """Predicted times of model calls and steps, in microseconds, and their correction by measured steps.
 
 `CostModel` predicts a call from its shape with one formula for every device. Its coefficients are non-negative, so that
-more rows, sequences or context never appear cheaper. `faser profile` fits it; without a profile `default_cost_model`
-guesses. `BatchTimes` predicts the steps of a batch.
+more rows, sequences or context never appear cheaper. `faser profile` fits it (profiling/cost_fit.py); without a profile
+serving/default_costs.py guesses. `BatchTimes` predicts the steps of a batch.
 
 `TimeErrors` splits the logarithm of measured over predicted time into two parts: how slow the machine is at present,
 which is common to all calls, and how wrong the model is about calls of so many rows, which hardly changes. Only the
@@ -13,11 +13,11 @@ neighbours.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
-from functools import lru_cache, partial
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import lru_cache, partial, reduce
+from operator import add
 
 import numpy as np
 
@@ -62,13 +62,8 @@ class Curve:
         knots = np.union1d(self.knots, other.knots)
         return Curve(knots, self(knots) + other(knots))
 
-    def as_dict(self) -> dict[str, list[float]]:
-        return {"knots": self.knots.tolist(), "values_us": self.values_us.tolist()}
 
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Curve:
-        """Reads the fields of as_dict. Raises KeyError, TypeError or ValueError for others."""
-        return cls(np.array(fields["knots"], np.float64), np.array(fields["values_us"], np.float64))
+NO_TIME = Curve(np.array([0.0, FAR]), np.zeros(2))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +76,7 @@ class CallCost:
     """
 
     rows: Curve
-    keys: Curve
+    keys: Curve = NO_TIME
     sequence_us: float = 0.0
     cell_us: float = 0.0
     cell_key_us: float = 0.0
@@ -94,17 +89,6 @@ class CallCost:
 
     def __add__(self, other: CallCost) -> CallCost:
         return CallCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
-
-    def as_dict(self) -> dict[str, Any]:
-        names = ("sequence_us", "cell_us", "cell_key_us", "logit_row_us")
-        curves = {"rows": self.rows.as_dict(), "keys": self.keys.as_dict()}
-        return curves | {name: getattr(self, name) for name in names}
-
-    @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> CallCost:
-        """Reads the fields of as_dict. Raises KeyError, TypeError or ValueError for others."""
-        rest = {name: float(value) for name, value in fields.items() if name not in ("rows", "keys")}
-        return cls(Curve.from_dict(fields["rows"]), Curve.from_dict(fields["keys"]), **rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,16 +152,7 @@ class CostModel:
     key_columns: np.ndarray
     is_measured: bool
     is_padded: bool = True
-    _ranges: dict[tuple[str, str, int, int], CallCost] = field(init=False, repr=False, default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for (model, partition), costs in self.segments.items():
-            for first in range(len(costs)):
-                total = costs[first]
-                self._ranges[model, partition, first, first + 1] = total
-                for last in range(first + 1, len(costs)):
-                    total += costs[last]
-                    self._ranges[model, partition, first, last + 1] = total
+    _sums: dict[tuple[str, str, int, int | None], CallCost] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def partitions(self) -> tuple[str, ...]:
@@ -214,31 +189,25 @@ class CostModel:
         verification); 0 for a prefill, num_sequences for a draft call. Raises ValueError for an unknown model
         or partition.
         """
-        if last_segment is None:
-            last_segment = len(self.segments.get((model, partition), ()))
-        cost = self._ranges.get((model, partition, first_segment, last_segment))
-        if cost is None:
-            known = ", ".join(
-                f"{name} on {share}, {len(each)} segments" for (name, share), each in self.segments.items()
-            )
-            span = f"[{first_segment}, {last_segment})"
-            raise ValueError(f"segments {span} of {model!r} on {partition!r}: unknown; known are {known}")
+        key = model, partition, first_segment, last_segment
+        if key not in self._sums:
+            costs = self.segments.get((model, partition), ())[first_segment:last_segment]
+            if not costs:
+                raise ValueError(f"segment {first_segment} of {model!r} on {partition!r}: unknown")
+            self._sums[key] = reduce(add, costs)
+        cost = self._sums[key]
         rows = np.asarray(num_rows, np.float64)
         sequences = np.asarray(num_sequences, np.float64)
         mean_rows = rows / np.maximum(sequences, 1.0)
-        if max_rows is None:
-            max_rows = np.ceil(mean_rows) if self.is_padded else mean_rows
-        elif not self.is_padded:
-            max_rows = np.broadcast_to(mean_rows, np.broadcast_shapes(mean_rows.shape, np.shape(max_rows)))
+        if not self.is_padded:
+            max_rows = mean_rows
+        elif max_rows is None:
+            max_rows = np.ceil(mean_rows)
         columns = self._columns(context_tokens + max_rows)
         cells = sequences * max_rows
-        total = cost.rows(rows) + cost.keys(sequences * columns)
+        total = cost.rows(rows) + cost.keys(sequences * columns) + cost.sequence_us * sequences
         total += cells * (cost.cell_us + cost.cell_key_us * columns)
-        if cost.sequence_us:
-            total += cost.sequence_us * sequences
-        if cost.logit_row_us:
-            total += cost.logit_row_us * (rows if num_logit_rows is None else num_logit_rows)
-        return total
+        return total + cost.logit_row_us * (rows if num_logit_rows is None else num_logit_rows)
 
     def _columns(self, num_tokens: Numbers) -> np.ndarray:
         last = self.key_columns.shape[0] - 1
@@ -246,74 +215,8 @@ class CostModel:
         return np.maximum(self.key_columns[index], num_tokens)
 
 
-FIRST_CALL_EXTRA = 0.2  # of a draft call: a guess on the low side, on the demo pair 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSize:
-    """Sizes of an engine's model, for the default cost model. Counts are per segment, in order."""
-
-    num_layers: tuple[int, ...]
-    layer_weights: int  # numbers in the matrices of one layer
-    head_weights: int  # of the output head
-    kv_width: int  # keys of one token and layer, over all heads
-
-
-def default_cost_model(target: ModelSize, draft: ModelSize | None = None, *, is_padded: bool = True) -> CostModel:
-    """Returns the costs of an engine without a profile: one modest core, on which every row costs full price.
-
-    Conservative: it has the whole machine as its only partition, so nothing is overlapped, and rows are never free.
-    Rates are far below those of current cores. draft: the draft model, if one drafts.
-    """
-    segments = {(name, WHOLE): _default_segments(size) for name, size in ((TARGET, target), (DRAFT, draft)) if size}
-    overhead = OverheadCost(200.0, 20.0, 10.0, 60.0, 10.0)
-    costs = CostModel(segments, overhead, np.zeros(1), is_measured=False, is_padded=is_padded)
-    if draft is None:
-        return costs
-    # The first call of a chain takes longer than further ones. Without this term the measured cost of short chains
-    # would count against longer ones, and chains would get ever shorter.
-    call_us = float(costs.call_us(DRAFT, WHOLE, 1, 1, 0)) + overhead.draft_us
-    return replace(costs, overhead=replace(overhead, draft_round_us=FIRST_CALL_EXTRA * call_us))
-
-
-def _default_segments(size: ModelSize) -> tuple[CallCost, ...]:
-    flops_per_us, bytes_per_us, layer_us = 20e3, 5e3, 20.0  # 20 GFLOP/s, 5 GB/s, dispatch of a layer's operators
-    costs = []
-    for index, layers in enumerate(size.num_layers):
-        head = size.head_weights if index == len(size.num_layers) - 1 else 0
-        weights = layers * size.layer_weights
-        fixed_us = layers * layer_us + 4 * (weights + head) / bytes_per_us
-        row_us = 2 * weights / flops_per_us
-        gather_us = layers * 2 * 4 * size.kv_width / bytes_per_us
-        costs.append(
-            CallCost(
-                Curve.from_slopes(np.array([0.0]), fixed_us, np.array([row_us])),
-                Curve.from_slopes(np.array([0.0]), 0.0, np.array([gather_us])),
-                cell_key_us=layers * 4 * size.kv_width / flops_per_us,
-                logit_row_us=2 * head / flops_per_us,
-            )
-        )
-    return tuple(costs)
-
-
-# Microseconds on one core per token of a chain, with 2 to 4 tokens looked up at once, and more than a token takes to be
-# read (docs/drafts.md).
-CALL_US, TOKEN_US = 5.0, 5.0
-_NO_KEYS = Curve(np.array([0.0, 1.0]), np.zeros(2))
-_LOOK_UP = CallCost(rows=Curve.from_slopes(np.zeros(1), CALL_US, np.array([TOKEN_US])), keys=_NO_KEYS)
-
-
-def with_ngrams(costs: CostModel) -> CostModel:
-    """Returns the costs of an engine in which n-grams draft, with the whole device as its only partition."""
-    segments = {(TARGET, WHOLE): costs.segments[TARGET, WHOLE], (DRAFT, WHOLE): (_LOOK_UP,)}
-    drafting = ("draft_us", "draft_sequence_us", "draft_round_us", "draft_round_sequence_us")
-    overhead = replace(costs.overhead, **dict.fromkeys((*drafting, "trim_us", "trim_sequence_us"), 0.0))
-    return replace(costs, segments=segments, overhead=overhead)
-
-
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------
 
-_GRID = 48  # row counts at which the cost model is asked; between them times are interpolated
 _CONTEXT_STEP = 32  # tokens, and more for long contexts: to such multiples contexts are rounded up, so that
 # predictions hold for some steps
 _MAX_TIMES = 512  # batches whose predicted times are kept, some kB each: working one out takes 0.1 to 0.2 ms
@@ -334,23 +237,16 @@ class BatchTimes:
     """Microseconds of a batch of B sequences on one partition."""
 
     def __init__(self, costs: CostModel, max_draft_tokens: int, size: int, context: int, partition: str) -> None:
-        most = size * max_draft_tokens
-        extra = np.unique(np.linspace(0, most, min(most + 1, _GRID)).astype(np.int64))
-        rows = size + extra
-        target_us = costs.call_us(TARGET, partition, rows, size, context)
-        grid = np.arange(most + 1)
+        rows, active = np.arange(size, size * (max_draft_tokens + 1) + 1), np.arange(size + 1)
+        draft_us = costs.call_us(DRAFT, partition, active, active, context, num_logit_rows=active)
         self.size, self.partition = size, partition
         # [N + 1] of a step with 0..N rows beside the anchors, without drafting.
-        self.verify_us = np.interp(grid, extra, target_us + costs.overhead.step(size, rows))
-        active = np.unique(np.linspace(1, size, min(size, _GRID)).astype(np.int64))
-        times = costs.call_us(DRAFT, partition, active, active, context, num_logit_rows=active)
-        times = times + costs.overhead.draft_call(active)
-        self.draft_us = np.interp(np.arange(size + 1), active, times)  # [B + 1] of a call for 0..B sequences
-        self.trim_us = np.asarray(costs.overhead.trim_call(np.arange(size + 1)))  # [B + 1] that confidence adds to it
+        self.verify_us = costs.call_us(TARGET, partition, rows, size, context) + costs.overhead.step(size, rows)
+        self.draft_us = draft_us + costs.overhead.draft_call(active)  # [B + 1] of a call for 0..B sequences
+        self.trim_us = costs.overhead.trim_call(active)  # [B + 1] that confidence adds to it
         self.draft_round_us = float(costs.overhead.draft_round(size))
         self.lanes_us = costs.overhead.lanes_us
-        self._log2_rows = np.log2(size + grid)
-        self._log2_active = np.log2(np.maximum(np.arange(size + 1), 1))
+        self._log2_rows, self._log2_active = np.log2(rows), np.log2(np.maximum(active, 1))
 
     def corrected(self, errors: TimeErrors) -> BatchTimes:
         """Returns the times corrected by what was measured."""
@@ -386,12 +282,6 @@ class BatchTimesCache:
     def of(self, size: int, context: int, partition: str) -> BatchTimes:
         step = max(_CONTEXT_STEP, 1 << max(context.bit_length() - 3, 0))
         return self._known(size, -(-context // step) * step, partition)
-
-    def corrected(
-        self, keys: Iterable[tuple[int, str]], context: int, errors: TimeErrors
-    ) -> dict[tuple[int, str], BatchTimes]:
-        """Returns the corrected times of batches of these sizes on these partitions."""
-        return {(size, partition): self.of(size, context, partition).corrected(errors) for size, partition in keys}
 
 
 class TimeErrors:

@@ -23,9 +23,6 @@ class DrafterChoice:
         self.calibrations = {
             (source, kind): MatchCalibration(None) for source in range(CLIENT) for kind in range(len(KINDS))
         }
-        self._version = 0  # of the curves that were read
-        self._chances = np.zeros((0, 0))  # [CLIENT x kinds, M] by bin of margins
-        self._means = np.zeros(0)  # [kinds] of the draft model's tokens
 
     def takes_look_up(
         self, found: Frontier, num_wanted: np.ndarray, is_sampled: np.ndarray, trim: TrimRule | None
@@ -42,29 +39,18 @@ class DrafterChoice:
         if trim is not None:
             size = int(np.count_nonzero(num_wanted))
             row_price, call_price = trim.row_price, trim.draft_price(size) / max(size, 1)
-        survival = self._survival(found, kinds)
+        curves = {key: calibration.curve for key, calibration in self.calibrations.items()}
+        chances = np.array([curve.match_probs for curve in curves.values()])  # [sources x kinds, M]
+        # A look-up's count has a bin of the margins to itself.
+        groups = len(KINDS) * found.sources + kinds
+        survival = chances[groups[:, None], margin_bins(found.margins)].cumprod(axis=1)
         columns = np.arange(found.drafted.shape[1])
         worth = ((columns < found.num_drafted[:, None]) * np.maximum(survival - row_price, 0.0)).sum(axis=1)
         columns = np.arange(int(num_wanted.max()))
-        gains = np.maximum(self._means[:, None] ** (columns + 1) - (row_price + call_price), 0.0)  # [kinds, K]
+        means = np.array([curves[MAIN, kind].mean_chance for kind in range(len(KINDS))])
+        gains = np.maximum(means[:, None] ** (columns + 1) - (row_price + call_price), 0.0)  # [kinds, K]
         models = ((columns < num_wanted[:, None]) * gains[kinds]).sum(axis=1)
         return (worth > 0.0) & (worth >= models)
-
-    def _survival(self, found: Frontier, kinds: np.ndarray) -> np.ndarray:
-        """Returns the chances [B, K] that look-ups' tokens 1..k are all accepted, for requests of kinds [B]."""
-        assert found.margins is not None
-        self._refresh()
-        groups = len(KINDS) * found.sources + kinds
-        return self._chances[groups[:, None], margin_bins(found.margins)].cumprod(axis=1)
-
-    def _refresh(self) -> None:
-        """Reads the curves where one has changed. A look-up's count has a bin of the margins to itself."""
-        curves = self.calibrations.values()
-        version = sum(calibration.version for calibration in curves)
-        if version != self._version:
-            self._version = version
-            self._chances = np.array([calibration.curve.match_probs for calibration in curves])
-            self._means = np.array([self.calibrations[MAIN, kind].curve.mean_chance for kind in range(len(KINDS))])
 
     def observe(self, source: int, is_sampled: bool, margins: np.ndarray, num_accepted: int, num_tested: int) -> None:
         """Learns from one chain with margins [K]."""

@@ -1,7 +1,7 @@
 """Token-wise early exit: predicts between target segments which draft tokens will be rejected.
 
 Prune rows, never tests: row j is judged by draft tokens 1..j alone, so what is emitted stays exact
-(policy/acceptance.py). policy/candidates.py decides whether an exit is worth its price.
+(policy/acceptance.py). `best_exit` decides whether an exit is worth its price.
 Pure; the pipeline calls it with the leads that the exit head gives to draft tokens (core/decision.py ExitView).
 """
 
@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from faser_backend.core.decision import ExitView
+from faser_backend.core.decision import ExitView, Score
 from faser_backend.policy.calibration import MarginCurve, logits, sigmoid
+from faser_backend.policy.cost_model import TARGET, CostModel
 
 NUM_CANDIDATES = 8  # that the exit head scores per row: the draft's best tokens
 
@@ -88,3 +89,40 @@ class EarlyExit:
         calibration = next(each for each in self.calibrations if each.segment == view.segment)
         survival = calibration.survival(sigmoid(scores), view.exit_margins)
         return np.minimum(1 + np.count_nonzero(survival >= calibration.threshold, axis=1), view.num_rows)
+
+
+def predicted_saving_us(costs: CostModel, exit_: ExitCalibration, score: Score, size: int, context: int) -> float:
+    """Returns the microseconds that an exit saves a verification of `size` sequences on average; negative if it costs
+    time. score: the prediction without it.
+
+    The sum: deeper segments, sampling and acceptance of the pruned rows; less the time that the lost tokens are worth;
+    less the exit's own scoring. The longest chain is assumed to stay.
+    """
+    num_drafted = round(score.num_rows)
+    if num_drafted <= 0:
+        return 0.0
+    share, retention = exit_.trimmed_pruned_share, exit_.trimmed_retention
+    if not score.floor:  # confidence trimming has not taken the least likely rows already
+        share, retention = exit_.pruned_share(num_drafted / size), exit_.retention
+    num_rows, num_pruned = size + num_drafted, share * num_drafted
+    before, after = costs.call_us(
+        TARGET,
+        score.partition,
+        np.array([num_rows, num_rows - num_pruned]),
+        size,
+        context,
+        max_rows=math.ceil(num_rows / size),
+        first_segment=exit_.segment + 1,
+    )
+    saved_us = float(before - after) + num_pruned * costs.overhead.step_row_us
+    lost_us = (1.0 - retention) * max(score.num_tokens - size, 0.0) / score.tokens_per_us
+    return saved_us - lost_us - float(costs.overhead.exit(num_rows))
+
+
+def best_exit(
+    costs: CostModel, exits: tuple[ExitCalibration, ...], score: Score, size: int, context: int
+) -> ExitCalibration | None:
+    """Returns the exit that saves most in such verifications; None if no exit pays."""
+    savings = [predicted_saving_us(costs, each, score, size, context) for each in exits]
+    best = max(range(len(exits)), key=savings.__getitem__, default=None)
+    return None if best is None or savings[best] <= 0.0 else exits[best]

@@ -1,7 +1,7 @@
 """`gp-lcb`: FASER's adaptive drafter (2604.20503), a length per request by a bandit on time per token.
 
 The time of a step belongs to all its requests, so the bandit weighs whole assignments of lengths, by
-    log time per token = log cost(B, lengths) + f(B, mean length, longest length) - log tokens(rates, lengths).
+    log time per token = log cost(B, lengths) + f(B, mean length) - log tokens(rates, lengths).
 cost is the cost model's prediction, f a Gaussian process of prior mean 0 (the model's error, as the engine shows
 it), tokens the sum of chain survivals under each request's acceptance rate (Leviathan 2211.17192, eq. 1).
 Time and tokens are learned apart: time does not depend on what is accepted, nor acceptance on the load; and
@@ -42,10 +42,6 @@ SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75])  # [P]
 DEPTHS = np.arange(MAX_ADAPTIVE_TOKENS + 1)  # [K + 1], 0 for the anchor
 LOG_BATCH_KNOTS = np.array([0.0, 2.0, 4.0, 6.0, 8.0])  # log2 of 1 to 256 requests
 LENGTH_KNOTS = np.array([0.0, 1.0, 2.0, 4.0, MAX_ADAPTIVE_TOKENS])
-_PARTS = 16  # mean lengths are told apart to 1/16
-_BY_MEAN = hats(LENGTH_KNOTS, np.arange(MAX_ADAPTIVE_TOKENS * _PARTS + 1) / _PARTS)
-_LENGTH_WEIGHTS = np.kron(_BY_MEAN, _BY_MEAN[::_PARTS]).reshape(len(_BY_MEAN), MAX_ADAPTIVE_TOKENS + 1, -1)
-_BATCH_HATS = hats(LOG_BATCH_KNOTS, np.log2(np.maximum(np.arange(2**8 + 1), 1)))  # by batch size
 
 BOUND_STDS = 1.0  # how many standard deviations below the mean the bound lies
 STEP_NOISE = 0.15  # standard deviation of the log of a step's time
@@ -104,24 +100,22 @@ class GpLcb:
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._num_plain = 0  # steps since something was drafted
         self._last_choice = 0
-        self._usual = _length_weights(np.zeros(1), np.zeros(1, np.int64))[0]  # [25] place of the lengths of late
+        self._usual = hats(LENGTH_KNOTS, np.zeros(1))[0]  # [5] weights of the mean length of late
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         size = len(sequences)
         survival = self._rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
-        survival[_usable_lengths(sequences)[:, None] < DEPTHS] = 0.0
         is_drafted = (survival > SURVIVAL_FLOORS[:, None, None]).astype(np.float64)  # [P, B, K + 1]
         num_deep = (np.ones(size) @ is_drafted).astype(np.int64)  # [P, K + 1] chains of that depth or more
         num_deep[:, 0] = 0
         num_drafted = num_deep.cumsum(axis=1)  # [P, K + 1] by cap
         is_deep = num_deep > 0
-        longest = is_deep.cumsum(axis=1)
         tokens = np.einsum("bk,pbk->pk", survival, is_drafted).cumsum(axis=1)
         times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
-        draft_us = (times.draft_us[num_deep] * is_deep).cumsum(axis=1) + times.draft_round_us * (longest > 0)
+        draft_us = (times.draft_us[num_deep] * is_deep).cumsum(axis=1) + times.draft_round_us * (num_drafted > 0)
         round_us = draft_us + times.verify_us[num_drafted]
-        places = _length_weights((num_drafted / size).ravel(), longest.ravel())  # [P (K + 1), 25]
-        floor, cap = divmod(self._choose(size, np.log(round_us / tokens).ravel(), places), DEPTHS.size)
+        weights = hats(LENGTH_KNOTS, (num_drafted / size).ravel())  # [P (K + 1), 5]
+        floor, cap = divmod(self._choose(size, np.log(round_us / tokens).ravel(), weights), DEPTHS.size)
         return Decision(np.count_nonzero(is_drafted[floor, :, 1 : cap + 1], axis=1).tolist())
 
     def observe(self, record: StepRecord) -> None:
@@ -133,16 +127,11 @@ class GpLcb:
         size, num_drafted = lengths.size, int(lengths.sum())
         times = self._times_of(size, record.num_tokens.tolist())
         round_us = times.chains_us(lengths) + times.step_us(num_drafted)
-        measured_us = record.step_us
-        if record.plan.prefills:  # prompts are no matter of lengths
-            phases_us = record.propose_us + record.verify_us - record.overlap_us
-            num_rows = int(record.verification.num_kept.sum())
-            measured_us = phases_us + float(self._costs.overhead.step(size, num_rows))
+        measured_us = record.step_us - record.prefill_us - record.draft_prefill_us  # prompts are no matter of lengths
         if measured_us > 0.0:
-            place = _length_weights(np.array([num_drafted / size]), lengths.max(keepdims=True))[0]
-            weights = np.multiply.outer(_batch_hats(size), place).ravel()
-            self._process.observe(weights, float(np.log(measured_us / round_us)))
-            self._usual += (place - self._usual) / USUAL_STEPS
+            weights = hats(LENGTH_KNOTS, np.array([num_drafted / size]))[0]
+            self._process.observe(np.kron(_batch_hats(size), weights), float(np.log(measured_us / round_us)))
+            self._usual += (weights - self._usual) / USUAL_STEPS
 
     def _rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the chance [B] that a draft token of each request is accepted, seen with optimism: what was not
@@ -153,12 +142,12 @@ class GpLcb:
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
 
     def _choose(self, size: int, log_cost: np.ndarray, weights: np.ndarray) -> int:
-        """Returns the index of the candidate with the least bound, from log_cost [N] and weights [N, 25] of the grid's
+        """Returns the index of the candidate with the least bound, from log_cost [N] and weights [N, 5] of the grid's
         lengths; the last choice if it is as good."""
-        batch, num_places = _batch_hats(size), weights.shape[1]
-        mean = batch @ self._process.mean.reshape(batch.size, -1)  # [25] at this batch size, as all that follows
-        covariance = (batch @ self._process.covariance.reshape(batch.size, -1)).reshape(num_places, batch.size, -1)
-        covariance = batch @ covariance  # [25, 25]
+        batch, num_lengths = _batch_hats(size), weights.shape[1]
+        mean = batch @ self._process.mean.reshape(batch.size, -1)  # [5] at this batch size, as all that follows
+        covariance = batch @ self._process.covariance.reshape(batch.size, -1)
+        covariance = batch @ covariance.reshape(num_lengths, batch.size, -1)  # [5, 5]
         contrasts = weights - self._usual
         variance = ((contrasts @ covariance) * contrasts).sum(axis=1)
         bound = log_cost + weights @ mean - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
@@ -171,32 +160,15 @@ class GpLcb:
         return self._times.of(size, self._costs.batch_context(num_tokens), WHOLE)
 
 
-def _usable_lengths(sequences: Sequence[RunningSequence]) -> np.ndarray:
-    """Returns the draft tokens [B] that each request can use, within the rest of its output and its own limit."""
-    usable = [
-        sequence.num_remaining_tokens - 1
-        if (cap := sequence.request.max_draft_tokens) is None
-        else min(cap, sequence.num_remaining_tokens - 1)
-        for sequence in sequences
-    ]
-    return np.array(usable)
-
-
 def _prior(local_error: float) -> np.ndarray:
-    """[G, G] over (batch size, mean length, longest length): an error common to all, one of each place, and one
-    of drafting at all, as plain decoding tells little of what a draft call costs."""
+    """Returns [G, G] over (batch size, mean length): an error common to all, one of each point, and one of drafting at
+    all, as plain decoding tells little about draft calls."""
     steps = np.arange(LENGTH_KNOTS.size)
-    lengths = smooth(steps, 2.0)
-    local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), np.kron(lengths, lengths))
-    is_drafting = np.tile(steps > 0, local.shape[0] // steps.size)
+    local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), smooth(steps, 2.0))
+    is_drafting = np.tile(steps > 0, LOG_BATCH_KNOTS.size)
     return COMMON_ERROR**2 + local_error**2 * (local + 0.5 * np.outer(is_drafting, is_drafting))
 
 
 def _batch_hats(size: int) -> np.ndarray:
     """Returns the weights [5] of the batch sizes that are knots."""
-    return _BATCH_HATS[min(size, len(_BATCH_HATS) - 1)]
-
-
-def _length_weights(mean_length: np.ndarray, longest: np.ndarray) -> np.ndarray:
-    """Returns the weights [N, 25] of the grid's lengths for mean and longest lengths [N]."""
-    return _LENGTH_WEIGHTS[(mean_length * _PARTS + 0.5).astype(np.int64), longest]
+    return hats(LOG_BATCH_KNOTS, np.log2([size]))[0]

@@ -36,9 +36,9 @@ POLICIES = {
     "none": NamedPolicy("none", lambda _: FixedLength(0)),
     "fixed": NamedPolicy("fixed:K", FixedLength, MAX_DRAFT_TOKENS),
     "goodput": NamedPolicy("goodput", lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS)),
-    "survival": NamedPolicy("survival", lambda load: ThroughputPolicy(load(), MAX_ADAPTIVE_TOKENS, with_modes=False)),
+    "survival": NamedPolicy("survival", lambda load: ThroughputPolicy(load(), with_modes=False)),
     "gp-lcb": NamedPolicy("gp-lcb", lambda load: GpLcb(load())),
-    "faser": NamedPolicy("faser", lambda load: ThroughputPolicy(load(), MAX_ADAPTIVE_TOKENS, with_modes=True)),
+    "faser": NamedPolicy("faser", lambda load: ThroughputPolicy(load(), with_modes=True)),
 }
 
 

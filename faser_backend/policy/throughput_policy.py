@@ -25,8 +25,8 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy import candidates
 from faser_backend.policy.calibration import AcceptanceModel, Chances, MarginCurve, by_slot
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
-from faser_backend.policy.early_exit import EarlyExit
-from faser_backend.policy.speculation import Knowledge
+from faser_backend.policy.early_exit import EarlyExit, best_exit
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
 # Decisions between two weighings, which take 0.4 ms: the interval doubles while the choice stays the same.
 MIN_INTERVAL, MAX_INTERVAL = 4, 64
@@ -48,16 +48,14 @@ class ThroughputPolicy:
 
     is_drafting = True
 
-    def __init__(self, knowledge: Knowledge, max_draft_tokens: int, *, with_modes: bool) -> None:
+    def __init__(self, knowledge: Knowledge, *, with_modes: bool) -> None:
         self.costs = knowledge.costs
         self.partitions = knowledge.costs.partitions if with_modes else (WHOLE,)
         self._exits = knowledge.exits if with_modes else ()
-        self._max_draft_tokens = max_draft_tokens
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._errors = TimeErrors(0.0 if self.costs.is_measured else OPTIMISM)
         self._yield = candidates.ChainYield()
-        self._predicted = BatchTimesCache(self.costs, max_draft_tokens)
-        self._tables = candidates.ChainTables(max_draft_tokens)
+        self._predicted = BatchTimesCache(self.costs, MAX_ADAPTIVE_TOKENS)
         chunk_us = self.costs.call_us(DRAFT, WHOLE, CHUNK, 1, CHUNK, max_rows=CHUNK, num_logit_rows=0)
         self._draft_read_us = float(chunk_us) / CHUNK  # per token of a prompt
         self._reading_us = 0.0  # of the draft, per emitted token
@@ -100,9 +98,9 @@ class ThroughputPolicy:
             if split != WHOLE:
                 keys += [(size // 2, split), (size, split)] if size > 1 else [(size, split)]
         self._context = self.costs.batch_context([each.num_tokens for each in sequences])
-        self._times = self._predicted.corrected(keys, self._context, self._errors)
+        self._times = {key: self._times_of(*key) for key in keys}
         num_left = self._weigh_reading(sequences)
-        self._scores = candidates.scores_of(self._times, size, self._tables.means(chances), self._yield)
+        self._scores = candidates.scores_of(self._times, size, candidates.batch_means(chances), self._yield)
         plain, now = self._scores[0], max(self._scores, key=self._speed)
         before = self.chosen or now
         gain_us = num_left * (1.0 / self._speed(plain) - 1.0 / self._speed(now))
@@ -121,10 +119,14 @@ class ThroughputPolicy:
         self._most_change = size * (PLAIN_CHANGE if now.mode is None else DRAFTING_CHANGE)
         self.chosen = now
         self._price = self._speed(now)
-        self._explorer.end_if_chosen(now)
+        if has_changed:
+            self._explorer.current = None
         if self._explorer.current is None:
             self._consider_exploring(sequences, now)
         return self._new_decision(sequences, chances)
+
+    def _times_of(self, size: int, partition: str) -> BatchTimes:
+        return self._predicted.of(size, self._context, partition).corrected(self._errors)
 
     def _speed(self, score: Score) -> float:
         """Returns tokens per microsecond; the time in which the draft reads is included."""
@@ -157,11 +159,10 @@ class ThroughputPolicy:
             more_us = candidates.extra_us(times, length, len(drafting)) if drafting else 0.0
             is_new = (DRAFT, WHOLE) not in self._errors.known
             catch_up_us = self._catch_up_us([sequences[index] for index in drafting])
-            exploration = candidates.Exploration(serial, is_new, more_us, catch_up_us)
+            self._explorer.consider(serial, is_new=is_new, lost_us=more_us, once_us=catch_up_us)
         else:  # plain decoding loses the tokens that the same time would have brought
             lost_us = plain.step_us * (1.0 - self._speed(plain) / self._speed(chosen))
-            exploration = candidates.Exploration(plain, not self._has_decoded_plainly, lost_us)
-        self._explorer.consider(exploration)
+            self._explorer.consider(plain, is_new=not self._has_decoded_plainly, lost_us=lost_us)
 
     def _new_decision(self, sequences: Sequence[RunningSequence], chances: Chances | None = None) -> Decision:
         """Returns a step of the chosen candidate, or of the exploration, for these sequences."""
@@ -175,7 +176,7 @@ class ThroughputPolicy:
             return Decision([0] * size, **why)
         chances = chances or self._acceptance.read(sequences)
         offsets = by_slot(sequences, chances.offsets)
-        longest = self._max_draft_tokens
+        longest = MAX_ADAPTIVE_TOKENS
         if self._acceptance.num_tests < PROBE_TESTS:  # nobody knows yet whether anything is accepted
             longest = max(PROBE_TOKENS // size, 1)
         lengths, trim = [min(score.num_draft_tokens, longest)] * size, None
@@ -186,15 +187,14 @@ class ThroughputPolicy:
         elif score.floor > 0.0:
             lengths = [longest] * size
             trim = self._rule(cohort, score, chances, offsets)
-        batch = candidates.expected_batch(score, cohort, self._context, self._price)
-        found = candidates.best_exit(self.costs, self._exits, batch)
+        found = best_exit(self.costs, self._exits, score, cohort, self._context)
         pruner = EarlyExit((found,), chances.curves[0], offsets) if found is not None else None
         return Decision(lengths, score.mode, score.partition, trim, pruner, **why)
 
     def _rule(self, size: int, score: Score, chances: Chances, offsets: np.ndarray) -> TrimRule:
         key = size, score.partition
         if key not in self._times:
-            self._times |= self._predicted.corrected([key], self._context, self._errors)
+            self._times[key] = self._times_of(*key)
         times = self._times[key]
         usual = min(max(round(score.num_rows), 1), times.verify_us.size - 1)
         return TrimRule(

@@ -20,8 +20,8 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.cost_model import with_ngrams
 from faser_backend.policy.speculation import Knowledge
+from faser_backend.serving.default_costs import with_ngrams
 from faser_backend.serving.profile_store import load_knowledge
 
 BOTH = "model+ngram"

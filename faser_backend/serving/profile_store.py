@@ -19,17 +19,10 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.files import FileError, read_json
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
-from faser_backend.policy.cost_model import (
-    DRAFT,
-    TARGET,
-    CallCost,
-    CostModel,
-    ModelSize,
-    OverheadCost,
-    default_cost_model,
-)
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import Knowledge
+from faser_backend.serving.default_costs import ModelSize, default_cost_model
 from faser_backend.serving.runtimes import identity_of, key_columns_of
 from faser_backend.version import VERSION
 
@@ -187,12 +180,12 @@ class Profile:
             "overhead": asdict(self.overhead),
             "calibration": self.calibration.as_dict(),
             "costs": [
-                {"model": model, "partition": partition, "segments": [cost.as_dict() for cost in costs]}
+                {"model": model, "partition": partition, "segments": [asdict(cost) for cost in costs]}
                 for (model, partition), costs in self.costs.items()
             ],
         }
         partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
-        partial.write_text(json.dumps(content) + "\n")
+        partial.write_text(json.dumps(content, default=np.ndarray.tolist) + "\n")
         os.replace(partial, engine_dir / PROFILE_FILE)
 
 
@@ -274,13 +267,21 @@ def _profile_from(fields: dict[str, Any]) -> Profile:
         fingerprint=Fingerprint.from_dict(fields["fingerprint"]),
         date=str(fields["date"]),
         costs={
-            (str(entry["model"]), str(entry["partition"])): tuple(map(CallCost.from_dict, entry["segments"]))
+            (str(entry["model"]), str(entry["partition"])): tuple(map(_call_cost_from, entry["segments"]))
             for entry in fields["costs"]
         },
         overhead=OverheadCost(**fields["overhead"]),
         errors=tuple(FitError(*map(error.__getitem__, FitError.__slots__)) for error in fields["errors"]),
         calibration=Calibration.from_dict(fields["calibration"]),
     )
+
+
+def _call_cost_from(fields: dict[str, Any]) -> CallCost:
+    curves = {
+        name: Curve(*(np.array(fields[name][axis], np.float64) for axis in ("knots", "values_us")))
+        for name in ("rows", "keys")
+    }
+    return CallCost(**{**fields, **curves})
 
 
 def _size_of(model: ModelEngine) -> ModelSize:
@@ -290,5 +291,4 @@ def _size_of(model: ModelEngine) -> ModelSize:
         num_layers=tuple(segment.last_layer - segment.first_layer for segment in model.segments),
         layer_weights=attention + 3 * spec.hidden_size * spec.intermediate_size,
         head_weights=spec.hidden_size * spec.vocab_size,
-        kv_width=spec.num_kv_heads * spec.head_dim,
     )

@@ -33,10 +33,10 @@ from faser_backend.lab.simulation.acceptance import AcceptancePath, AcceptancePr
 from faser_backend.lab.simulation.engine import SimEngine, World, build_sim_engine, run_open_loop
 from faser_backend.lab.simulation.worlds import roofline_world
 from faser_backend.lab.traces import Trace
-from faser_backend.policy import cost_model
-from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, ModelSize, OverheadCost
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
+from faser_backend.serving.default_costs import ModelSize, default_cost_model
 
 NUM_SEEDS, NUM_TRIAL_SEEDS, NUM_WORKERS = 8, 2, 2
 STATIC = ("none", "fixed:1", "fixed:2", "fixed:3", "fixed:4")  # the best one is chosen on the trial seeds
@@ -46,8 +46,8 @@ WORLDS = Path(__file__).with_suffix(".toml")
 _DIGEST = hashlib.sha256(Path(__file__).read_bytes() + WORLDS.read_bytes()).hexdigest()[:12]  # for which rows are kept
 RANDOM, HELD_OUT = range(12), range(1000, 1024)  # seeds of random worlds
 OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0, trim_us=15.0, trim_sequence_us=3.0)
-TINY = ModelSize((4,), 100_000, 100_000, 64)
-NO_PROFILE = cost_model.default_cost_model(TINY, TINY, is_padded=False)
+TINY = ModelSize((4,), 100_000, 100_000)
+NO_PROFILE = default_cost_model(TINY, TINY, is_padded=False)
 
 Row = dict[str, float]
 

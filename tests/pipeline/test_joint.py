@@ -13,7 +13,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
-from faser_backend.policy.candidates import ChainTable, mixed
+from faser_backend.policy.candidates import batch_means
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.trim import admit, admit_by_price
 from tests.pipeline.test_engine import alone, random_requests
@@ -150,11 +150,10 @@ def test_rows_are_trimmed_by_their_own_sources_chances():
 
 
 def test_look_ups_are_reckoned_with_rows_and_without_draft_calls():
-    curve = DrafterChoice().calibrations[MAIN, 0].curve
-    chains = ChainTable(curve, 4).of(np.zeros(1))
-    both = mixed([(0.25, chains), (0.75, chains)])
+    acceptance = AcceptanceModel({})
+    alone = acceptance.read([Sequence.from_request(request("0", [1], 3), 0)])
+    chains = batch_means(alone)
+    both = batch_means(alone._replace(curves=alone.curves * 2, shares=(0.25, 0.75)))
     np.testing.assert_allclose(both.drafting, 0.25 * chains.drafting)
     np.testing.assert_allclose(both.verified, chains.verified)
     np.testing.assert_allclose(both.kept, chains.kept)
-    for mine, others in zip(mixed([(1.0, chains)]), chains, strict=True):
-        assert (mine == others).all(), "alone it is what it was, to the bit"

@@ -22,11 +22,12 @@ from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.policy.calibration import KINDS, MarginCounts
-from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost, with_ngrams
+from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost
 from faser_backend.profiling import profile as profiling
 from faser_backend.profiling.profile import profile_engine
 from faser_backend.serving import drafting
 from faser_backend.serving.compose import build_engine
+from faser_backend.serving.default_costs import with_ngrams
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.serving.profile_store import load_profile

@@ -100,11 +100,11 @@ def test_bins_that_traffic_has_left_keep_a_chance() -> None:
 
 def test_only_tokens_that_a_whole_row_tested_count() -> None:
     matches = MatchCalibration(None)
-    start = matches._tested.copy()
+    start, first = matches._tested.copy(), matches.curve
     margins = np.array([[0.1, 1.2, 3.5, 6.5], [0.1, 1.2, 3.5, 6.5]], np.float32)
     # The first chain was rejected at its second token; of the second only two rows were left, which test two.
     observe(matches, margins, np.array([1, 2]), np.array([5, 2]))
-    assert matches.version == 1, "4 tests are not yet worth a new fit"
+    assert matches.curve is first, "4 tests are not yet worth a new fit"
     observe(matches, margins, np.array([1, 2]), np.array([5, 2]))
     gained = np.round(matches._tested - start * (1 - 8 / 2000), 6)
     assert gained[margin_bins(margins[0])].tolist() == [4, 4, 0, 0] and gained.sum() == 8

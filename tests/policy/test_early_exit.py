@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import WHOLE, ExitView, Pruner
+from faser_backend.core.decision import WHOLE, ExitView, PipelineMode, Pruner, Score
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.request import Request, Sampling
 from faser_backend.engines.build import build_engines
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
-from faser_backend.policy.candidates import VerifyBatch, best_exit, predicted_saving_us
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
-from faser_backend.policy.early_exit import EarlyExit, ExitCalibration
+from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, best_exit, predicted_saving_us
 from faser_backend.profiling.calibration import ProbePolicy
 from faser_backend.serving.compose import build_engine
 from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_draft
@@ -180,7 +179,8 @@ def costs_of(row_us: float, *, exit_us: float = 0.0, exit_row_us: float = 0.0, s
     return CostModel(segments, overhead, np.zeros(1), is_measured=True)
 
 
-BATCH = VerifyBatch(num_sequences=8, num_rows=8 + 24, context_tokens=50, num_accepted=12.0, tokens_per_us=0.01)
+SCORE = Score(PipelineMode.SERIAL, WHOLE, 3, 0.0, num_rows=24, num_accepted=12.0, num_tokens=20.0, step_us=2000.0)
+BATCH = 8, 50  # sequences and their context
 
 
 def test_the_saving_is_what_deeper_layers_cost_less_what_is_lost_and_paid() -> None:
@@ -189,26 +189,26 @@ def test_the_saving_is_what_deeper_layers_cost_less_what_is_lost_and_paid() -> N
     costs = costs_of(10.0, exit_us=70.0, exit_row_us=2.0, step_row_us=3.0)
     lost_us = 0.05 * 12.0 / 0.01
     expected = num_pruned * (2 * 10.0 + 3.0) - lost_us - (70.0 + 2.0 * 32)
-    assert predicted_saving_us(costs, exit_, BATCH) == pytest.approx(expected)
+    assert predicted_saving_us(costs, exit_, SCORE, *BATCH) == pytest.approx(expected)
     deeper = calibration(segment=1)
-    assert predicted_saving_us(costs, deeper, BATCH) == pytest.approx(expected - num_pruned * 10.0)
+    assert predicted_saving_us(costs, deeper, SCORE, *BATCH) == pytest.approx(expected - num_pruned * 10.0)
     trimmed = 0.05 * 24 * 23.0 - 0.01 * 12.0 / 0.01 - (70.0 + 2.0 * 32)
-    assert predicted_saving_us(costs, exit_, BATCH._replace(is_trimmed=True)) == pytest.approx(trimmed)
+    assert predicted_saving_us(costs, exit_, SCORE._replace(floor=0.1), *BATCH) == pytest.approx(trimmed)
 
 
 def test_an_exit_without_rows_to_prune_saves_nothing_and_costs_nothing() -> None:
-    assert predicted_saving_us(costs_of(10.0, exit_us=70.0), calibration(), BATCH._replace(num_rows=8)) == 0.0
+    assert predicted_saving_us(costs_of(10.0, exit_us=70.0), calibration(), SCORE._replace(num_rows=0), *BATCH) == 0.0
 
 
 def test_the_best_exit_is_the_one_that_saves_most_and_none_where_none_does() -> None:
     shallow, deep = calibration(), calibration(segment=1, layer=4)
     blind = calibration(segment=0, pruned_shares=(0.0,))
     costs = costs_of(10.0, exit_us=5.0)
-    assert best_exit(costs, (deep, shallow), BATCH) is shallow
-    assert best_exit(costs, (blind, deep), BATCH) is deep
-    assert best_exit(costs, (blind,), BATCH) is None
-    assert best_exit(costs, (), BATCH) is None
-    assert best_exit(costs_of(10.0, exit_us=1e4), (shallow, deep), BATCH) is None
+    assert best_exit(costs, (deep, shallow), SCORE, *BATCH) is shallow
+    assert best_exit(costs, (blind, deep), SCORE, *BATCH) is deep
+    assert best_exit(costs, (blind,), SCORE, *BATCH) is None
+    assert best_exit(costs, (), SCORE, *BATCH) is None
+    assert best_exit(costs_of(10.0, exit_us=1e4), (shallow, deep), SCORE, *BATCH) is None
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks import control_worlds
 from faser_backend.lab.checks.control_worlds import ControlWorld, all_worlds, costs, run
 from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
-from faser_backend.policy.candidates import FLOORS, ChainTable, plain_score, round_score
+from faser_backend.policy.candidates import FLOORS, means_of, plain_score, round_score
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, TimeErrors
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
@@ -122,7 +122,7 @@ def test_a_decision_is_data_that_explains_itself():
 
 def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
     compute_bound = Knowledge(costs(300.0, 500.0, 200.0))
-    alone, joined = (ThroughputPolicy(compute_bound, MAX_ADAPTIVE_TOKENS, with_modes=True) for _ in range(2))
+    alone, joined = (ThroughputPolicy(compute_bound, with_modes=True) for _ in range(2))
     alone.decide(sequences(1))
     assert len(joined.decide(sequences(1), num_prefilling=31).num_draft_tokens) == 1
     assert alone.chosen is not None and joined.chosen is not None
@@ -135,7 +135,7 @@ def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
 @pytest.mark.parametrize("offset", [-1.5, 0.0, 0.4])
 def test_expected_chains_are_the_mean_of_drawn_ones(offset: float):
     curve = MatchCalibration(None).curve
-    chains = ChainTable(curve, 4).of(np.full(3, offset))
+    chains = means_of(curve, np.full(3, offset))
     rng = np.random.default_rng(0)
     bins = rng.choice(curve.margin_shares.size, (200_000, 4), p=curve.margin_shares)
     survival = np.cumprod(sigmoid(curve.match_logits[bins] + offset), axis=1)  # [N, K]
@@ -143,9 +143,9 @@ def test_expected_chains_are_the_mean_of_drawn_ones(offset: float):
     for index, floor in enumerate(FLOORS[:7]):  # whose rows have the same floor
         is_drafted = np.minimum.accumulate(before >= floor, axis=1)
         has_row = is_drafted & (survival >= floor)
-        np.testing.assert_allclose(chains.drafting[index], is_drafted.mean(axis=0), atol=0.12)
-        np.testing.assert_allclose(chains.verified[index], has_row.mean(axis=0), atol=0.12)
-        np.testing.assert_allclose(chains.kept[index], (survival * has_row).mean(axis=0), atol=0.07)
+        drawn = is_drafted, has_row, survival * has_row
+        for expected, found in zip(drawn, chains, strict=True):
+            np.testing.assert_allclose(found[index, :4], expected.mean(axis=0), atol=0.08)
 
 
 def test_serial_score_is_the_best_uniform_round_by_hand():
@@ -154,14 +154,14 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
     model = replace(costs(100.0, 2000.0, 5.0), overhead=dear)
     curve = MatchCalibration(None).curve
     times = BatchTimes(model, MAX_ADAPTIVE_TOKENS, 4, 32, WHOLE)
-    score = round_score(SERIAL, times, ChainTable(curve, MAX_ADAPTIVE_TOKENS).of(np.zeros(4)), (1.0, 1.0))
+    score = round_score(SERIAL, times, means_of(curve, np.zeros(4)), (1.0, 1.0))
     by_hand = []
     for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
         rows = 4 * (length + 1)
         drafting_us = length * (100.0 + 1.0 * 4 + 10.0 + 1.0 * 4)
         us = 2000.0 + 5.0 * rows + 50.0 + 2.0 * 4 + 1.0 * rows + drafting_us
         by_hand.append(4 * sum(curve.mean_chance**kept for kept in range(length + 1)) / us)
-    assert score.tokens_per_us == pytest.approx(max(by_hand), rel=1e-3)
+    assert score.tokens_per_us == pytest.approx(max(by_hand), rel=0.01)
     assert score.num_draft_tokens == int(np.argmax(by_hand)) + 1
     assert plain_score(times).tokens_per_us == pytest.approx(4 / (2000.0 + 20.0 + 50.0 + 8.0 + 4.0))
 

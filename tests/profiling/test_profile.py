@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +87,8 @@ def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
     directory, profile = profiled
     again = load(directory)
     for key, costs in profile.costs.items():
-        assert [cost.as_dict() for cost in again.costs[key]] == [cost.as_dict() for cost in costs]
+        for found, cost in zip(again.costs[key], costs, strict=True):
+            np.testing.assert_equal(asdict(found), asdict(cost))
     assert again.errors == profile.errors and again.fingerprint == profile.fingerprint
     assert again.overhead == profile.overhead
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []

@@ -23,9 +23,9 @@ from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.cost_model import ModelSize, default_cost_model
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
+from faser_backend.serving.default_costs import ModelSize, default_cost_model
 from tests.support.fakes import CountingClock, HashRunner
 
 VOCAB, CONTEXT, BLOCK = 24, 96, 4
@@ -34,8 +34,8 @@ SPLIT = "1/1"  # the partition on which fake engines can overlap
 
 def guessed() -> Knowledge:
     """Returns the default times for the demo pair's sizes, as if no engine had been profiled."""
-    target = ModelSize(num_layers=(6,), layer_weights=800_000, head_weights=520_000, kv_width=256)
-    draft = ModelSize(num_layers=(2,), layer_weights=200_000, head_weights=260_000, kv_width=128)
+    target = ModelSize(num_layers=(6,), layer_weights=800_000, head_weights=520_000)
+    draft = ModelSize(num_layers=(2,), layer_weights=200_000, head_weights=260_000)
     return Knowledge(default_cost_model(target, draft))
 
 
