@@ -18,8 +18,8 @@ from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.request import Sampling
 from faser_backend.cpu import noise
 from faser_backend.cpu.sampler import NumpySampler
-from faser_backend.policy import acceptance
-from faser_backend.policy.acceptance import accept_by_rejection, accept_matches, draw
+from faser_backend.pipeline import acceptance
+from faser_backend.pipeline.acceptance import accept_by_rejection, accept_matches, draw
 
 NUM_TOKENS, HORIZON = 3, 3
 COINS = (np.arange(12) + 0.5) / 12  # ratios of quarters have denominators 1-4: 12 midpoints reproduce them exactly

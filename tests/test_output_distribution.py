@@ -22,11 +22,10 @@ from faser_backend.core.decision import Decision, PipelineMode, Pruner
 from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Sampling
-from faser_backend.pipeline import step, verify
+from faser_backend.pipeline import acceptance, step, trim, verify
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.policy import acceptance, trim
 from faser_backend.policy.drafter_choice import DrafterChoice
 from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import random_requests

@@ -26,7 +26,7 @@ class PipelineMode(Enum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrimRule:
-    """Confidence trimming: which draft tokens are worth drafting and which rows worth verifying (policy/trim.py).
+    """Confidence trimming: which draft tokens are worth drafting and which rows worth verifying (pipeline/trim.py).
 
     The chance that a draft token is accepted is sigmoid(match_logits, read at its margin, + the request's offset).
     margin_shares [M] sum to 1: how often such margins occur.

@@ -13,12 +13,12 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler
 from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.acceptance import PURPOSE_DRAFT, draw, rank_drawn
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.acceptance import PURPOSE_DRAFT, draw, rank_drawn
+from faser_backend.pipeline.trim import chances, continues
 from faser_backend.policy.speculation import MAX_DRAFT_LAG
-from faser_backend.policy.trim import chances, continues
 
 
 class ModelProposer:

@@ -29,9 +29,9 @@ from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.pipeline.trim import admit, admit_by_price
 from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler
-from faser_backend.policy.trim import admit, admit_by_price
 
 Result = TypeVar("Result")
 MIN_FORCED_TOKENS = 2  # that a grammar must force before they replace the draft model's tokens in a step

@@ -204,29 +204,19 @@ class AcceptanceModel:
 
     def observe(self, record: StepRecord) -> None:
         """Learns from the tests of the server's own drafts in a step."""
-        margins = record.frontier.margins
-        if margins is None or margins.shape[1] == 0:
+        frontier = record.frontier
+        if frontier.margins is None or frontier.margins.shape[1] == 0:
             return
-        decodes, rows = record.plan.decodes, record.server_rows
         num_accepted = record.acceptance.num_accepted
         num_tested = np.minimum(num_accepted + 1, record.num_testable)
-        if not isinstance(rows, slice):
-            decodes = [decodes[row] for row in rows]
-            margins, num_accepted, num_tested = margins[rows], num_accepted[rows], num_tested[rows]
-        sources = record.frontier.sources[rows]
-        if not self.has_look_ups and not sources.any():
-            self._observe(self._calibrations[MAIN], decodes, margins, num_accepted, num_tested)
-            return
-        self._count_chains(sources[record.frontier.num_drafted[rows] > 0])
-        for source in np.unique(sources).tolist():
-            index = np.flatnonzero(sources == source)
-            own = [decodes[row] for row in index]
-            self._observe(self._calibrations[source], own, margins[index], num_accepted[index], num_tested[index])
-
-    def _count_chains(self, sources: np.ndarray) -> None:
-        """Updates the shares of sources. sources [n] of a step's chains."""
-        self._num_chains *= _CHAINS_FADE**sources.size
-        self._num_chains += np.bincount(sources, minlength=CLIENT)
+        for source, calibration in enumerate(self._calibrations):
+            rows = np.flatnonzero(frontier.sources == source)
+            if rows.size:
+                count = np.count_nonzero(frontier.num_drafted[rows])
+                self._num_chains *= _CHAINS_FADE**count
+                self._num_chains[source] += count
+                own = [record.plan.decodes[row] for row in rows]
+                self._observe(calibration, own, frontier.margins[rows], num_accepted[rows], num_tested[rows])
 
     def _observe(
         self,

@@ -111,21 +111,23 @@ def batch_means(chances: Chances) -> ChainMeans:
 def scores_of(
     times: dict[tuple[int, str], BatchTimes], size: int, chains: ChainMeans, chain_yield: ChainYield
 ) -> tuple[Score, ...]:
-    """Returns the score of every candidate: plain and serial, then the overlapped ones of each split in `times`.
+    """Returns the score of every candidate: plain and serial, then the overlapped one of each split in `times`, which
+    is run-ahead for a single sequence and ping-pong for more.
 
-    times: by size and partition; of a split for the batch and, if it can be halved, for half of it.
+    times: by size and partition; of a split for half of the batch, if it can be halved.
     """
     whole, ratios = times[size, WHOLE], chain_yield.ratios
-    scores = [plain_score(whole), round_score(PipelineMode.SERIAL, whole, chains, ratios)]
-    for (num_sequences, partition), split in times.items():
-        if partition != WHOLE:
-            is_cohort = num_sequences < size
-            scores.append(
-                round_score(PipelineMode.PING_PONG, split, chains, ratios)
-                if is_cohort
-                else run_ahead_score(split, chains, ratios)
-            )
-    return tuple(scores)
+    splits = [split for (_, partition), split in times.items() if partition != WHOLE]
+    return (
+        plain_score(whole),
+        round_score(PipelineMode.SERIAL, whole, chains, ratios),
+        *(
+            round_score(PipelineMode.PING_PONG, split, chains, ratios)
+            if size > 1
+            else run_ahead_score(split, chains, ratios)
+            for split in splits
+        ),
+    )
 
 
 def plain_score(times: BatchTimes) -> Score:
@@ -158,25 +160,20 @@ def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratio
 
 
 def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
-    """Returns the score of run-ahead: frontiers of one length, drafted while their predecessors are verified.
+    """Returns the score of run-ahead for one sequence: frontiers of one length, drafted while their predecessors are
+    verified.
 
     With w the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all
-    were, the recovered one; then the chain ahead is discarded and one step goes by in which the sequence only
-    drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile. A frontier has no
-    bonus row, so it has a row less than a serial round of its length.
+    were, the recovered one; then the chain ahead is discarded and a step goes by in which the sequence only drafts. A
+    frontier has no bonus row, so it has a row less than a serial round of its length.
     """
-    size, kept = times.size, np.minimum(chains.kept[0] * ratios[0], 1.0)
+    kept = np.minimum(chains.kept[0] * ratios[0], 1.0)
     lengths = np.arange(1, kept.size + 1)
-    share = 1.0 / (2.0 - kept) if size > 1 else np.ones_like(kept)  # of the sequences, verified in a step
-    num_extra = ((lengths - 1) * size * share).astype(np.int64)
-    draft_us = times.draft_round_us + lengths * times.draft_us[size]
-    step_us = np.maximum(times.verify_us[num_extra], draft_us) + times.lanes_us
-    if size == 1:
-        step_us = step_us + (1.0 - kept) * draft_us
-    tokens = size * share * (kept.cumsum() + (1.0 - kept))
+    draft_us = times.draft_round_us + lengths * times.draft_us[1]
+    step_us = np.maximum(times.verify_us[lengths - 1], draft_us) + times.lanes_us + (1.0 - kept) * draft_us
+    tokens = kept.cumsum() + (1.0 - kept)
     best = int((tokens / step_us).argmax())
-    accepted = size * float(share[best] * kept[: best + 1].sum())
-    found = float(num_extra[best]), accepted, float(tokens[best]), float(step_us[best])
+    found = float(best), float(kept[: best + 1].sum()), float(tokens[best]), float(step_us[best])
     return Score(PipelineMode.RUN_AHEAD, times.partition, best + 1, 0.0, *found)
 
 

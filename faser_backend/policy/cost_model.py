@@ -15,9 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
-from functools import lru_cache, partial, reduce
-from operator import add
+from dataclasses import dataclass, fields
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -58,17 +57,13 @@ class Curve:
     def __call__(self, x: np.ndarray) -> np.ndarray:
         return np.interp(x, self.knots, self.values_us)
 
-    def __add__(self, other: Curve) -> Curve:
-        knots = np.union1d(self.knots, other.knots)
-        return Curve(knots, self(knots) + other(knots))
-
 
 NO_TIME = Curve(np.array([0.0, FAR]), np.zeros(2))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallCost:
-    """Microseconds of one segment (or of several, added up) on one partition.
+    """Microseconds of one segment on one partition.
 
     rows(T) + keys(B L) + B sequence_us + B Q cell_us + B Q L cell_key_us + R logit_row_us, where T = rows,
     B = sequences, Q = most rows of one sequence, L = columns of keys that the runtime reads, R = rows of
@@ -87,8 +82,13 @@ class CallCost:
             if not 0.0 <= value < FAR:
                 raise ValueError(f"coefficient = {value}: must be a non-negative number")
 
-    def __add__(self, other: CallCost) -> CallCost:
-        return CallCost(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
+    def us(
+        self, rows: Numbers, sequences: Numbers, max_rows: Numbers, columns: Numbers, logit_rows: Numbers
+    ) -> Numbers:
+        """Returns the microseconds [N] of N calls, numbers or [N]."""
+        cells = sequences * max_rows
+        total = self.rows(rows) + self.keys(sequences * columns) + self.sequence_us * sequences
+        return total + cells * (self.cell_us + self.cell_key_us * columns) + self.logit_row_us * logit_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,6 @@ class CostModel:
     key_columns: np.ndarray
     is_measured: bool
     is_padded: bool = True
-    _sums: dict[tuple[str, str, int, int | None], CallCost] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def partitions(self) -> tuple[str, ...]:
@@ -189,30 +188,20 @@ class CostModel:
         verification); 0 for a prefill, num_sequences for a draft call. Raises ValueError for an unknown model
         or partition.
         """
-        key = model, partition, first_segment, last_segment
-        if key not in self._sums:
-            costs = self.segments.get((model, partition), ())[first_segment:last_segment]
-            if not costs:
-                raise ValueError(f"segment {first_segment} of {model!r} on {partition!r}: unknown")
-            self._sums[key] = reduce(add, costs)
-        cost = self._sums[key]
-        rows = np.asarray(num_rows, np.float64)
-        sequences = np.asarray(num_sequences, np.float64)
+        costs = self.segments.get((model, partition), ())[first_segment:last_segment]
+        if not costs:
+            raise ValueError(f"segment {first_segment} of {model!r} on {partition!r}: unknown")
+        rows, sequences = np.asarray(num_rows, np.float64), np.asarray(num_sequences, np.float64)
         mean_rows = rows / np.maximum(sequences, 1.0)
         if not self.is_padded:
             max_rows = mean_rows
         elif max_rows is None:
             max_rows = np.ceil(mean_rows)
-        columns = self._columns(context_tokens + max_rows)
-        cells = sequences * max_rows
-        total = cost.rows(rows) + cost.keys(sequences * columns) + cost.sequence_us * sequences
-        total += cells * (cost.cell_us + cost.cell_key_us * columns)
-        return total + cost.logit_row_us * (rows if num_logit_rows is None else num_logit_rows)
-
-    def _columns(self, num_tokens: Numbers) -> np.ndarray:
-        last = self.key_columns.shape[0] - 1
-        index = np.minimum(num_tokens, last).astype(np.int64)
-        return np.maximum(self.key_columns[index], num_tokens)
+        num_tokens = context_tokens + max_rows
+        index = np.minimum(num_tokens, self.key_columns.size - 1).astype(np.int64)
+        columns = np.maximum(self.key_columns[index], num_tokens)
+        logit_rows = rows if num_logit_rows is None else num_logit_rows
+        return sum(cost.us(rows, sequences, max_rows, columns, logit_rows) for cost in costs)
 
 
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------

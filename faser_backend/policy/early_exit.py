@@ -1,7 +1,7 @@
 """Token-wise early exit: predicts between target segments which draft tokens will be rejected.
 
 Prune rows, never tests: row j is judged by draft tokens 1..j alone, so what is emitted stays exact
-(policy/acceptance.py). `best_exit` decides whether an exit is worth its price.
+(pipeline/acceptance.py). `best_exit` decides whether an exit is worth its price.
 Pure; the pipeline calls it with the leads that the exit head gives to draft tokens (core/decision.py ExitView).
 """
 

@@ -8,9 +8,8 @@ Time and tokens are learned apart: time does not depend on what is accepted, nor
 a test's distribution is known (Bernoulli), so that counts do for it, while that of time is not, which is what a GP is
 for.
 
-The lower confidence bound (Srinivas et al. 0912.3995) is taken on the difference to the lengths of late: what is
-uncertain for all alike (a machine that slows down) is no reason to explore, and what was just tried gains nothing.
-The partition is always the whole device: its share is a constant, not an input.
+The lower confidence bound is that of Srinivas et al. 0912.3995. The partition is always the whole device: its share is
+a constant, not an input.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ def hats(knots: np.ndarray, x: np.ndarray) -> np.ndarray:
     return np.stack([np.interp(x, knots, unit) for unit in np.eye(knots.size)], axis=1)
 
 
-# Candidates: each request drafts while its chain survives with more than this chance, up to a common cap.
-SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75])  # [P]
-DEPTHS = np.arange(MAX_ADAPTIVE_TOKENS + 1)  # [K + 1], 0 for the anchor
+# Candidates: each request drafts while its chain survives with more than this chance; the last drafts nothing.
+SURVIVAL_FLOORS = np.array([0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.37, 0.45, 0.52, 0.6, 0.68, 0.75, 0.85, 1.0])  # [P]
+DEPTHS = np.arange(1, MAX_ADAPTIVE_TOKENS + 1)  # [K]
 LOG_BATCH_KNOTS = np.array([0.0, 2.0, 4.0, 6.0, 8.0])  # log2 of 1 to 256 requests
 LENGTH_KNOTS = np.array([0.0, 1.0, 2.0, 4.0, MAX_ADAPTIVE_TOKENS])
 
@@ -51,7 +50,6 @@ LOCAL_ERROR = {True: 0.3, False: 0.6}  # and of the part that differs, by whethe
 OUTLIER_STDS = 3.0  # an observation that is further off than this counts as if it were not
 OPTIMISM, MEMORY_STEPS = 0.1, 400.0  # added to the log odds of acceptance; and once more after so many plain steps
 MAX_RATE = 0.98
-USUAL_STEPS = 10.0  # over which the lengths of late are averaged
 STAY_WITHIN = 0.01  # relative cost that is no reason to change the assignment
 
 
@@ -96,27 +94,25 @@ class GpLcb:
     def __init__(self, knowledge: Knowledge) -> None:
         self._costs = costs = knowledge.costs
         self._times = BatchTimesCache(costs, MAX_ADAPTIVE_TOKENS)
-        self._process = GridProcess(_prior(LOCAL_ERROR[costs.is_measured]), STEP_NOISE, DRIFT)
+        local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), smooth(np.arange(LENGTH_KNOTS.size), 1.0))
+        prior = COMMON_ERROR**2 + LOCAL_ERROR[costs.is_measured] ** 2 * local
+        self._process = GridProcess(prior, STEP_NOISE, DRIFT)
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._num_plain = 0  # steps since something was drafted
         self._last_choice = 0
-        self._usual = hats(LENGTH_KNOTS, np.zeros(1))[0]  # [5] weights of the mean length of late
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         size = len(sequences)
-        survival = self._rates(sequences)[:, None] ** DEPTHS  # [B, K + 1]
-        is_drafted = (survival > SURVIVAL_FLOORS[:, None, None]).astype(np.float64)  # [P, B, K + 1]
-        num_deep = (np.ones(size) @ is_drafted).astype(np.int64)  # [P, K + 1] chains of that depth or more
-        num_deep[:, 0] = 0
-        num_drafted = num_deep.cumsum(axis=1)  # [P, K + 1] by cap
-        is_deep = num_deep > 0
-        tokens = np.einsum("bk,pbk->pk", survival, is_drafted).cumsum(axis=1)
+        survival = self._rates(sequences)[:, None] ** DEPTHS  # [B, K]
+        is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K]
+        num_deep = np.count_nonzero(is_drafted, axis=1)  # [P, K] chains of that depth or more
+        num_drafted = num_deep.sum(axis=1)  # [P]
+        tokens = size + (survival * is_drafted).sum(axis=(1, 2))
         times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
-        draft_us = (times.draft_us[num_deep] * is_deep).cumsum(axis=1) + times.draft_round_us * (num_drafted > 0)
+        draft_us = (times.draft_us[num_deep] * (num_deep > 0)).sum(axis=1) + times.draft_round_us * (num_drafted > 0)
         round_us = draft_us + times.verify_us[num_drafted]
-        weights = hats(LENGTH_KNOTS, (num_drafted / size).ravel())  # [P (K + 1), 5]
-        floor, cap = divmod(self._choose(size, np.log(round_us / tokens).ravel(), weights), DEPTHS.size)
-        return Decision(np.count_nonzero(is_drafted[floor, :, 1 : cap + 1], axis=1).tolist())
+        best = self._choose(np.log(round_us / tokens), _weights(size, num_drafted / size))
+        return Decision(np.count_nonzero(is_drafted[best], axis=1).tolist())
 
     def observe(self, record: StepRecord) -> None:
         self._acceptance.observe(record)
@@ -129,9 +125,8 @@ class GpLcb:
         round_us = times.chains_us(lengths) + times.step_us(num_drafted)
         measured_us = record.step_us - record.prefill_us - record.draft_prefill_us  # prompts are no matter of lengths
         if measured_us > 0.0:
-            weights = hats(LENGTH_KNOTS, np.array([num_drafted / size]))[0]
-            self._process.observe(np.kron(_batch_hats(size), weights), float(np.log(measured_us / round_us)))
-            self._usual += (weights - self._usual) / USUAL_STEPS
+            weights = _weights(size, lengths.mean(keepdims=True))[0]
+            self._process.observe(weights, float(np.log(measured_us / round_us)))
 
     def _rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the chance [B] that a draft token of each request is accepted, seen with optimism: what was not
@@ -141,16 +136,11 @@ class GpLcb:
         offsets = self._acceptance.offsets(sequences) + hope
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
 
-    def _choose(self, size: int, log_cost: np.ndarray, weights: np.ndarray) -> int:
-        """Returns the index of the candidate with the least bound, from log_cost [N] and weights [N, 5] of the grid's
-        lengths; the last choice if it is as good."""
-        batch, num_lengths = _batch_hats(size), weights.shape[1]
-        mean = batch @ self._process.mean.reshape(batch.size, -1)  # [5] at this batch size, as all that follows
-        covariance = batch @ self._process.covariance.reshape(batch.size, -1)
-        covariance = batch @ covariance.reshape(num_lengths, batch.size, -1)  # [5, 5]
-        contrasts = weights - self._usual
-        variance = ((contrasts @ covariance) * contrasts).sum(axis=1)
-        bound = log_cost + weights @ mean - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
+    def _choose(self, log_cost: np.ndarray, weights: np.ndarray) -> int:
+        """Returns the index of the candidate with the least bound, from log_cost [N] and weights [N, G] on the grid;
+        the last choice if it is as good."""
+        variance = ((weights @ self._process.covariance) * weights).sum(axis=1)
+        bound = log_cost + weights @ self._process.mean - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
         best = int(bound.argmin())
         if bound[self._last_choice] > bound[best] + STAY_WITHIN:
             self._last_choice = best
@@ -160,15 +150,6 @@ class GpLcb:
         return self._times.of(size, self._costs.batch_context(num_tokens), WHOLE)
 
 
-def _prior(local_error: float) -> np.ndarray:
-    """Returns [G, G] over (batch size, mean length): an error common to all, one of each point, and one of drafting at
-    all, as plain decoding tells little about draft calls."""
-    steps = np.arange(LENGTH_KNOTS.size)
-    local = np.kron(smooth(LOG_BATCH_KNOTS, 2.0), smooth(steps, 2.0))
-    is_drafting = np.tile(steps > 0, LOG_BATCH_KNOTS.size)
-    return COMMON_ERROR**2 + local_error**2 * (local + 0.5 * np.outer(is_drafting, is_drafting))
-
-
-def _batch_hats(size: int) -> np.ndarray:
-    """Returns the weights [5] of the batch sizes that are knots."""
-    return hats(LOG_BATCH_KNOTS, np.log2([size]))[0]
+def _weights(size: int, mean_lengths: np.ndarray) -> np.ndarray:
+    """Returns the weights [N, G] of the grid's points for a batch of `size` and mean lengths [N]."""
+    return np.kron(hats(LOG_BATCH_KNOTS, np.log2([size])), hats(LENGTH_KNOTS, mean_lengths))

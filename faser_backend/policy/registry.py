@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
-from typing import Any, NamedTuple
+from typing import Any
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
@@ -21,30 +21,21 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_TOKE
 from faser_backend.policy.throughput_policy import ThroughputPolicy
 
 LoadKnowledge = Callable[[], Knowledge]
-FILE = "file"  # file:PATH is a policy of the user's own
+FIXED, FILE = "fixed", "file"  # file:PATH is a policy of the user's own
 
 
-class NamedPolicy(NamedTuple):
-    """How a policy is named and made: from its argument, or from the function that loads the profile."""
-
-    usage: str
-    make: Callable[[Any], SpeculationPolicy]
-    most: int = 0  # argument, a whole number from 1 on; 0: none
-
-
-POLICIES = {
-    "none": NamedPolicy("none", lambda _: FixedLength(0)),
-    "fixed": NamedPolicy("fixed:K", FixedLength, MAX_DRAFT_TOKENS),
-    "goodput": NamedPolicy("goodput", lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS)),
-    "survival": NamedPolicy("survival", lambda load: ThroughputPolicy(load(), with_modes=False)),
-    "gp-lcb": NamedPolicy("gp-lcb", lambda load: GpLcb(load())),
-    "faser": NamedPolicy("faser", lambda load: ThroughputPolicy(load(), with_modes=True)),
+POLICIES: dict[str, Callable[[LoadKnowledge], SpeculationPolicy]] = {
+    "none": lambda load: FixedLength(0),
+    "goodput": lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS),
+    "survival": lambda load: ThroughputPolicy(load(), with_modes=False),
+    "gp-lcb": lambda load: GpLcb(load()),
+    "faser": lambda load: ThroughputPolicy(load(), with_modes=True),
 }
 
 
 def policy_usages() -> dict[str, str]:
     """Returns the usage of each policy, by name."""
-    return {name: policy.usage for name, policy in POLICIES.items()}
+    return {"none": "none", FIXED: f"{FIXED}:K"} | {name: name for name in POLICIES}
 
 
 def known_policies() -> str:
@@ -59,16 +50,15 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     name, _, argument = spec.partition(":")
     if name == FILE:
         return _load_file(spec, argument, load_knowledge)
+    if name == FIXED:
+        if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= MAX_DRAFT_TOKENS:
+            raise ConfigError(f"policy = {spec!r}: fixed:K needs an integer K in [1, {MAX_DRAFT_TOKENS}]")
+        return FixedLength(int(argument))
     if name not in POLICIES:
         raise ConfigError(f"policy = {spec!r}: unknown; known are {known_policies()}")
-    usage, make, most = POLICIES[name]
-    if not most:
-        if argument:
-            raise ConfigError(f"policy = {spec!r}: takes no argument")
-        return make(load_knowledge)
-    if not argument.isascii() or not argument.isdigit() or not 1 <= int(argument) <= most:
-        raise ConfigError(f"policy = {spec!r}: {usage} needs an integer {usage[-1]} in [1, {most}]")
-    return make(int(argument))
+    if argument:
+        raise ConfigError(f"policy = {spec!r}: takes no argument")
+    return POLICIES[name](load_knowledge)
 
 
 def _load_file(spec: str, path: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
@@ -104,9 +94,15 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
         if knowledge().costs.is_measured:
             missing = "its profile calibrated no exit: too few draft tokens were accepted, or too few rejected"
         raise ConfigError(f"early_exit = 'on': {missing}")
-    if not policy.is_drafting or (config.early_exit == "auto" and config.pipeline == "auto"):
-        return policy
-    return ForcedPolicy(policy, config, knowledge, split)
+    fields: dict[str, Any] = {}  # of every decision
+    if config.early_exit == "on":
+        fields["pruner"] = EarlyExit(knowledge().exits, AcceptanceModel(knowledge().margins).curve)
+    elif config.early_exit == "off":
+        fields["pruner"] = None
+    if config.pipeline != "auto":
+        mode = PipelineMode.SERIAL if split is None else PipelineMode(config.pipeline)
+        fields |= {"mode": mode, "partition": WHOLE if split is None or mode is PipelineMode.SERIAL else split}
+    return ForcedPolicy(policy, fields) if fields and policy.is_drafting else policy
 
 
 def _is_measured(knowledge: Knowledge, split: str) -> bool:
@@ -118,31 +114,13 @@ class ForcedPolicy:
 
     is_drafting = True
 
-    def __init__(
-        self, policy: SpeculationPolicy, config: EngineConfig, load_knowledge: LoadKnowledge, split: str | None
-    ) -> None:
-        self._policy = policy
-        self.partitions = policy.partitions
-        self._fields: dict[str, Any] = {}  # of a decision, that are always alike
-        self._exits = ()
-        if config.early_exit == "on":
-            self._exits = load_knowledge().exits
-            self._acceptance = AcceptanceModel(load_knowledge().margins)
-        elif config.early_exit == "off":
-            self._fields["pruner"] = None
-        if config.pipeline != "auto":
-            mode = PipelineMode.SERIAL if split is None else PipelineMode(config.pipeline)
-            partition = WHOLE if split is None or mode is PipelineMode.SERIAL else split
-            self._fields |= {"mode": mode, "partition": partition}
-            self.partitions = (WHOLE, partition)
+    def __init__(self, policy: SpeculationPolicy, fields: dict[str, Any]) -> None:
+        """fields: of a decision, that are always alike."""
+        self._policy, self._fields = policy, fields
+        self.partitions = (WHOLE, fields["partition"]) if "partition" in fields else policy.partitions
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        fields = self._fields
-        if self._exits:
-            fields = fields | {"pruner": EarlyExit(self._exits, self._acceptance.curve)}
-        return replace(self._policy.decide(sequences, num_prefilling), **fields)
+        return replace(self._policy.decide(sequences, num_prefilling), **self._fields)
 
     def observe(self, record: StepRecord) -> None:
-        if self._exits:
-            self._acceptance.observe(record)
         self._policy.observe(record)

@@ -93,10 +93,8 @@ class ThroughputPolicy:
         """Scores every candidate for a batch of `size`, chooses one and returns a step of it."""
         chances = self._acceptance.read(sequences)
         num_decided, self._weighed_size, self._num_decided = self._num_decided, size, 0
-        keys = list(dict.fromkeys([(size, WHOLE), (len(sequences), WHOLE)]))
-        for split in self.partitions:
-            if split != WHOLE:
-                keys += [(size // 2, split), (size, split)] if size > 1 else [(size, split)]
+        keys = [(size, WHOLE), (len(sequences), WHOLE)]
+        keys += [(max(size // 2, 1), split) for split in self.partitions if split != WHOLE]
         self._context = self.costs.batch_context([each.num_tokens for each in sequences])
         self._times = {key: self._times_of(*key) for key in keys}
         num_left = self._weigh_reading(sequences)

@@ -11,7 +11,7 @@ from faser_backend.core.errors import RequestError
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason, Request, Sampling
-from faser_backend.policy.acceptance import accept_by_rejection
+from faser_backend.pipeline.acceptance import accept_by_rejection
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.throughput_policy import ThroughputPolicy

@@ -18,9 +18,9 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.trim import admit, continues
 from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, Curve, OverheadCost
-from faser_backend.policy.trim import admit, continues
 from faser_backend.profiling import step_costs
 from faser_backend.profiling.step_costs import STOPS_NOTHING, StepMeter, records_of_steps
 from faser_backend.serving.compose import build_engine

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faser_backend.core.frontier import Acceptance, Frontier
-from faser_backend.policy.acceptance import accept_by_rejection, accept_matches, draw
+from faser_backend.pipeline.acceptance import accept_by_rejection, accept_matches, draw
 
 
 class RaggedCase:

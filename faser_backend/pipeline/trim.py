@@ -3,7 +3,7 @@
 Row j emits one token if draft tokens 1..j survive, so its value is the chain's survival a_j, a product of calibrated
 chances (TETRIS, DSpark 2607.05147). Survival falls along a chain, so the admitted rows are a prefix. `admit` takes the
 best set of rows over the batch; that set depends on later draft tokens, which sample-and-match allows. Rejection
-sampling must judge row j by draft tokens 1..j alone (policy/acceptance.py): `admit_by_price` compares each row with a
+sampling must judge row j by draft tokens 1..j alone (pipeline/acceptance.py): `admit_by_price` compares each row with a
 price that was set before drafting.
 """
 

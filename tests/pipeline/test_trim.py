@@ -11,9 +11,9 @@ import pytest
 from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.record import StepRecord
+from faser_backend.pipeline.trim import admit, admit_by_price, chances, continues, expected_gain
 from faser_backend.policy.calibration import sigmoid
 from faser_backend.policy.registry import parse_policy
-from faser_backend.policy.trim import admit, admit_by_price, chances, continues, expected_gain
 from tests.pipeline.test_engine import alone
 from tests.support.fakes import SequentialLanes
 from tests.support.forcing import ADMITS_ALL, ADMITS_NOTHING, Forced, forced, random_rule, rule
