@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
@@ -34,7 +35,7 @@ _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
 OFFSET_STD = 0.6  # of the prior: requests' acceptance differs by 7 to 15 points
 _PRIOR_PRECISION = OFFSET_STD**-2
-_CHAINS_FADE = 0.998  # by chain, of the shares of sources
+_CHAINS_FADE = 0.99  # by chain, of the shares of sources
 _MOST_PRECISION = _PRIOR_PRECISION + 25.0  # about 150 tests: a text may change
 
 
@@ -74,7 +75,7 @@ def rising_shares(accepted: np.ndarray, tested: np.ndarray) -> np.ndarray:
     return np.where(is_range, smallest, -np.inf).max(axis=0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class MarginCurve:
     """Draft tokens by margin: the share [M] of each bin, summing to 1, and its chance of acceptance [M]."""
 
@@ -83,12 +84,16 @@ class MarginCurve:
 
     margin_shares: np.ndarray
     match_probs: np.ndarray
-    match_logits: np.ndarray = field(init=False)  # [M] of match_probs
-    mean_chance: float = field(init=False)  # of a draft token whose margin is not known yet, in (0, 1)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "match_logits", logits(self.match_probs))
-        object.__setattr__(self, "mean_chance", float(self.margin_shares @ self.match_probs))
+    @cached_property
+    def match_logits(self) -> np.ndarray:
+        """[M] of match_probs."""
+        return logits(self.match_probs)
+
+    @cached_property
+    def mean_chance(self) -> float:
+        """Chance of a draft token whose margin is not known yet, in (0, 1)."""
+        return float(self.margin_shares @ self.match_probs)
 
     def logits(self, margins: np.ndarray) -> np.ndarray:
         """Returns the log odds that draft tokens with these margins are accepted, same shape."""
@@ -99,18 +104,16 @@ class MarginCurve:
         return sigmoid(self.logits(margins))
 
 
+_GUESS = MarginCounts(_GUESS_TESTS * _GUESSED_SHARES, _GUESS_TESTS * _GUESSED_SHARES * _GUESSED_PROBS)
+
+
 class MatchCalibration:
     """Chances of acceptance by margin, updated online."""
 
     def __init__(self, known: MarginCounts | None) -> None:
-        if known is None or not known.tested.any():
-            tested = _GUESSED_SHARES * _GUESS_TESTS
-            accepted = tested * _GUESSED_PROBS
-        else:
-            weight = min(1.0, _PRIOR_TESTS / float(known.tested.sum()))
-            tested = known.tested * weight
-            accepted = known.accepted * weight
-        self._tested, self._accepted = tested, accepted
+        known = known if known is not None and known.tested.any() else _GUESS
+        weight = min(1.0, _PRIOR_TESTS / float(known.tested.sum()))
+        self._tested, self._accepted = weight * known.tested, weight * known.accepted
         self._fresh: list[tuple[np.ndarray, np.ndarray]] = []  # margins and outcomes since the last fit
         self._num_fresh = 0
         self._refresh()
@@ -146,21 +149,9 @@ def sigmoid(scores: np.ndarray) -> np.ndarray:
     return 1.0 / (1.0 + np.exp(-np.clip(scores, -500.0, 500.0)))
 
 
-def by_slot(sequences: Sequence[RunningSequence], values: np.ndarray) -> np.ndarray:
-    """Returns an array by request slot that holds values [B]."""
-    slots = [each.slot for each in sequences]
-    found = np.zeros(1 + max(slots))
-    found[slots] = values
-    return found
-
-
-class Chances(NamedTuple):
-    """The present state of an AcceptanceModel, for one batch."""
-
-    offsets: np.ndarray  # [B] added to the log odds of each request's draft tokens
-    curves: tuple[MarginCurve, ...]  # [S] by source of chains, the engine's drafter first; those that make chains
-    shares: tuple[float, ...]  # [S] of the latest chains, summing to 1
-    match_logits: np.ndarray  # [M], or [S, M] if there are several sources, as in a TrimRule
+def hats(knots: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Returns the weights [n, k] of linear interpolation between ascending knots [k] at x [n], constant outside."""
+    return np.stack([np.interp(x, knots, unit) for unit in np.eye(knots.size)], axis=1)
 
 
 class AcceptanceModel:
@@ -181,19 +172,14 @@ class AcceptanceModel:
         return bool(self._num_chains[1:].any())
 
     @property
-    def curve(self) -> MarginCurve:
-        """The chances of the engine's drafter."""
-        return self._calibrations[MAIN].curve
+    def curves(self) -> list[MarginCurve]:
+        """Chances by source of chains, the engine's drafter first; those that make chains."""
+        return [each.curve for each in (self._calibrations if self.has_look_ups else self._calibrations[:1])]
 
-    def read(self, sequences: Sequence[RunningSequence]) -> Chances:
-        """Returns the chances of a batch."""
-        used = self._calibrations if self.has_look_ups else self._calibrations[:1]
-        return Chances(
-            self.offsets(sequences),
-            tuple(each.curve for each in used),
-            tuple((self._num_chains / self._num_chains.sum()).tolist()[: len(used)]),
-            np.stack([each.curve.match_logits for each in used]) if len(used) > 1 else used[0].curve.match_logits,
-        )
+    @property
+    def shares(self) -> np.ndarray:
+        """[S] of the sources among the latest chains, summing to 1."""
+        return self._num_chains / self._num_chains.sum()
 
     def offsets(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the offset [B] of each request. Forgets the requests that are gone."""

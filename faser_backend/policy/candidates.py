@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.decision import WHOLE, PipelineMode, Score
+from faser_backend.core.decision import PipelineMode, Score
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import Chances, MarginCurve, sigmoid
+from faser_backend.policy.calibration import AcceptanceModel, MarginCurve, hats, sigmoid
 from faser_backend.policy.cost_model import BatchTimes
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
 
@@ -90,57 +90,40 @@ def _shares(curve: MarginCurve) -> np.ndarray:
 
 def means_of(curve: MarginCurve, offsets: np.ndarray) -> ChainMeans:
     """Returns the means over requests of these offsets [B], whose chains have one source."""
-    position = np.clip((offsets - _OFFSETS[0]) / (_OFFSETS[1] - _OFFSETS[0]), 0.0, _OFFSETS.size - 1.001)
-    lower = position.astype(np.int64)
-    weights = np.bincount(lower, 1.0 - (position - lower), _OFFSETS.size)
-    weights += np.bincount(lower + 1, position - lower, _OFFSETS.size)
-    return ChainMeans(*np.tensordot(_shares(curve), weights / offsets.size, (1, 0)))
+    weights = hats(_OFFSETS, offsets).mean(axis=0)
+    return ChainMeans(*np.tensordot(_shares(curve), weights, (1, 0)))
 
 
-def batch_means(chances: Chances) -> ChainMeans:
-    """Returns the means over a batch's chains, of all sources. The engine's drafter, the first one, alone takes draft
-    calls."""
-    parts = [
-        share * np.array(means_of(curve, chances.offsets))
-        for curve, share in zip(chances.curves, chances.shares, strict=True)
-    ]
+def batch_means(acceptance: AcceptanceModel, offsets: np.ndarray) -> ChainMeans:
+    """Returns the means over a batch's chains, of all sources, for requests of offsets [B]. The engine's drafter, the
+    first source, alone takes draft calls."""
+    sources = zip(acceptance.shares, acceptance.curves, strict=False)
+    parts = [share * np.array(means_of(curve, offsets)) for share, curve in sources]
     _, verified, kept = sum(parts)
     return ChainMeans(parts[0][0], verified, kept)
 
 
 def scores_of(
-    times: dict[tuple[int, str], BatchTimes], size: int, chains: ChainMeans, chain_yield: ChainYield
+    whole: BatchTimes, splits: list[BatchTimes], chains: ChainMeans, ratios: tuple[float, float]
 ) -> tuple[Score, ...]:
-    """Returns the score of every candidate: plain and serial, then the overlapped one of each split in `times`, which
-    is run-ahead for a single sequence and ping-pong for more.
+    """Returns the score of every candidate: plain and serial, then the overlapped ones.
 
-    times: by size and partition; of a split for half of the batch, if it can be halved.
+    splits: times of other partitions, for the whole batch (run-ahead) or for half of it (ping-pong). ratios: see
+    ChainYield.
     """
-    whole, ratios = times[size, WHOLE], chain_yield.ratios
-    splits = [split for (_, partition), split in times.items() if partition != WHOLE]
-    return (
-        plain_score(whole),
-        round_score(PipelineMode.SERIAL, whole, chains, ratios),
-        *(
-            round_score(PipelineMode.PING_PONG, split, chains, ratios)
-            if size > 1
-            else run_ahead_score(split, chains, ratios)
-            for split in splits
-        ),
-    )
-
-
-def plain_score(times: BatchTimes) -> Score:
-    """Returns the score of plain decoding: one token of every sequence per step."""
-    return Score(None, times.partition, 0, 0.0, 0.0, 0.0, times.size, float(times.verify_us[0]))
+    plain = Score(None, whole.partition, 0, 0.0, 0.0, 0.0, whole.size, float(whole.verify_us[0]))
+    scores = [plain, round_score(PipelineMode.SERIAL, whole, chains, ratios)]
+    for split in splits:
+        if split.size < whole.size:
+            scores.append(round_score(PipelineMode.PING_PONG, split, chains, ratios))
+        else:
+            scores.append(run_ahead_score(split, chains, ratios))
+    return tuple(scores)
 
 
 def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
     """Returns the best round over floors and longest chains. Serial rounds draft, then verify; in ping-pong two
-    cohorts of `times.size` alternate: one drafts while the other is verified, and nothing is discarded.
-
-    ratios: see ChainYield.
-    """
+    cohorts of `times.size` alternate: one drafts while the other is verified, and nothing is discarded."""
     size = times.size
     is_any = 1.0 - (1.0 - chains.drafting) ** size  # [F, K], as all that follows: that a draft call is made at all
     num_active = np.maximum(size * chains.drafting / np.maximum(is_any, 1e-9), 1.0)
@@ -160,20 +143,25 @@ def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratio
 
 
 def run_ahead_score(times: BatchTimes, chains: ChainMeans, ratios: tuple[float, float]) -> Score:
-    """Returns the score of run-ahead for one sequence: frontiers of one length, drafted while their predecessors are
-    verified.
+    """Returns the score of run-ahead: frontiers of one length, drafted while their predecessors are verified.
 
     With w the chance that a whole frontier is accepted, a verification yields its accepted tokens and, unless all
-    were, the recovered one; then the chain ahead is discarded and a step goes by in which the sequence only drafts. A
-    frontier has no bonus row, so it has a row less than a serial round of its length.
+    were, the recovered one; then the chain ahead is discarded and one step goes by in which the sequence only
+    drafts. Alone, that step costs the drafting; in a batch the others are verified meanwhile. A frontier has no
+    bonus row, so it has a row less than a serial round of its length.
     """
-    kept = np.minimum(chains.kept[0] * ratios[0], 1.0)
+    size, kept = times.size, np.minimum(chains.kept[0] * ratios[0], 1.0)
     lengths = np.arange(1, kept.size + 1)
-    draft_us = times.draft_round_us + lengths * times.draft_us[1]
-    step_us = np.maximum(times.verify_us[lengths - 1], draft_us) + times.lanes_us + (1.0 - kept) * draft_us
-    tokens = kept.cumsum() + (1.0 - kept)
+    share = 1.0 / (2.0 - kept) if size > 1 else np.ones_like(kept)  # of the sequences, verified in a step
+    num_extra = ((lengths - 1) * size * share).astype(np.int64)
+    draft_us = times.draft_round_us + lengths * times.draft_us[size]
+    step_us = np.maximum(times.verify_us[num_extra], draft_us) + times.lanes_us
+    if size == 1:
+        step_us = step_us + (1.0 - kept) * draft_us
+    tokens = size * share * (kept.cumsum() + (1.0 - kept))
     best = int((tokens / step_us).argmax())
-    found = float(best), float(kept[: best + 1].sum()), float(tokens[best]), float(step_us[best])
+    accepted = size * float(share[best] * kept[: best + 1].sum())
+    found = float(num_extra[best]), accepted, float(tokens[best]), float(step_us[best])
     return Score(PipelineMode.RUN_AHEAD, times.partition, best + 1, 0.0, *found)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache, partial
 
 import numpy as np
@@ -38,14 +38,6 @@ class Curve:
 
     knots: np.ndarray  # [n] float64, ascending
     values_us: np.ndarray  # [n] float64, >= 0, nondecreasing
-
-    def __post_init__(self) -> None:
-        if self.knots.ndim != 1 or self.knots.size < 2 or self.knots.shape != self.values_us.shape:
-            raise ValueError(f"a curve needs as many values as knots, at least 2; not {self.values_us.shape}")
-        if not (np.diff(self.knots) > 0).all() or not np.isfinite(self.knots).all():
-            raise ValueError("knots of a curve must ascend")
-        if not np.isfinite(self.values_us).all() or self.values_us[0] < 0 or (np.diff(self.values_us) < 0).any():
-            raise ValueError("values of a curve must be non-negative and never fall")
 
     @classmethod
     def from_slopes(cls, knots: np.ndarray, first_us: float, slopes: np.ndarray) -> Curve:
@@ -76,11 +68,6 @@ class CallCost:
     cell_us: float = 0.0
     cell_key_us: float = 0.0
     logit_row_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        for value in (self.sequence_us, self.cell_us, self.cell_key_us, self.logit_row_us):
-            if not 0.0 <= value < FAR:
-                raise ValueError(f"coefficient = {value}: must be a non-negative number")
 
     def us(
         self, rows: Numbers, sequences: Numbers, max_rows: Numbers, columns: Numbers, logit_rows: Numbers
@@ -114,10 +101,6 @@ class OverheadCost:
     draft_round_sequence_us: float = 0.0
     trim_us: float = 0.0
     trim_sequence_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not all(0.0 <= getattr(self, each.name) < FAR for each in fields(self)):
-            raise ValueError("overheads must be non-negative numbers")
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
         return self.step_us + num_sequences * self.step_sequence_us + num_rows * self.step_row_us
@@ -256,10 +239,6 @@ class BatchTimes:
         call_us = self.draft_us + self.trim_us if is_trimmed else self.draft_us
         return float(call_us[active].sum()) + (self.draft_round_us if longest else 0.0)
 
-    def step_us(self, num_extra: int) -> float:
-        """Returns the time of a step with so many rows beside the anchors, without drafting."""
-        return float(self.verify_us[min(num_extra, self.verify_us.size - 1)])
-
 
 class BatchTimesCache:
     """Predicted times of the latest batches."""
@@ -325,19 +304,19 @@ class TimeErrors:
     def observe_step(self, record: StepRecord, known: BatchTimesCache, *, knows_who: bool) -> None:
         """Compares the times of a step's phases with their predictions. knows_who: the draft is known to have made the
         chains."""
-        plan, size, costs = record.plan, record.num_tokens.size, known.costs
+        plan, size = record.plan, record.num_tokens.size
         partition = plan.decision.partition
-        context = costs.batch_context(record.num_tokens.tolist())
+        context = known.costs.batch_context(record.num_tokens.tolist())
         times = known.of(size, context, partition)
         num_rows = int(record.verification.num_kept.sum())
-        verify_us = times.step_us(num_rows - size)
+        verify_us = float(times.verify_us[min(num_rows - size, times.verify_us.size - 1)])
         if plan.drafts:
             lengths = np.array(plan.num_ahead_tokens)
             drafting = known.of(lengths.size, context, partition)
             verify_us += times.lanes_us
         else:
             lengths, drafting = record.frontier.num_drafted * record.frontier.is_main, times
-        reading_us = _target_reading_us(record, costs) + record.draft_prefill_us
+        reading_us = _target_reading_us(record, known.costs) + record.draft_prefill_us
         measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
         self.observe(TARGET, partition, num_rows, verify_us, measured_us)
         if knows_who and lengths.any() and record.propose_us:

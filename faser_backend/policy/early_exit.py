@@ -39,14 +39,6 @@ class ExitCalibration:
     trimmed_retention: float  # the same two of what trimming left
     trimmed_pruned_share: float
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for values that no fit can produce."""
-        if not all(map(math.isfinite, (self.bias, self.chance_weight, self.margin_weight))):
-            raise ValueError(f"exit at layer {self.layer}: weights must be finite numbers")
-        shares = (self.threshold, self.retention, self.trimmed_retention, self.trimmed_pruned_share)
-        if not self.pruned_shares or not all(0.0 <= share <= 1.0 for share in (*shares, *self.pruned_shares)):
-            raise ValueError(f"exit at layer {self.layer}: threshold and shares must lie in [0, 1]")
-
     def refined(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
         """Returns the chances [B, K], refined by exit_margins [B, K]."""
         return sigmoid(self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins)

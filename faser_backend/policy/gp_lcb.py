@@ -21,7 +21,7 @@ import numpy as np
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
-from faser_backend.policy.calibration import AcceptanceModel, sigmoid
+from faser_backend.policy.calibration import AcceptanceModel, hats, sigmoid
 from faser_backend.policy.cost_model import BatchTimes, BatchTimesCache
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
@@ -29,11 +29,6 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 def smooth(points: np.ndarray, length_scale: float) -> np.ndarray:
     """Returns the squared-exponential correlation [n, n] of points [n]."""
     return np.exp(-0.5 * ((points[:, None] - points) / length_scale) ** 2)
-
-
-def hats(knots: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Returns the weights [n, k] of linear interpolation between ascending knots [k] at x [n], constant outside."""
-    return np.stack([np.interp(x, knots, unit) for unit in np.eye(knots.size)], axis=1)
 
 
 # Candidates: each request drafts while its chain survives with more than this chance; the last drafts nothing.
@@ -50,7 +45,6 @@ LOCAL_ERROR = {True: 0.3, False: 0.6}  # and of the part that differs, by whethe
 OUTLIER_STDS = 3.0  # an observation that is further off than this counts as if it were not
 OPTIMISM, MEMORY_STEPS = 0.1, 400.0  # added to the log odds of acceptance; and once more after so many plain steps
 MAX_RATE = 0.98
-STAY_WITHIN = 0.01  # relative cost that is no reason to change the assignment
 
 
 class GridProcess:
@@ -99,7 +93,6 @@ class GpLcb:
         self._process = GridProcess(prior, STEP_NOISE, DRIFT)
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._num_plain = 0  # steps since something was drafted
-        self._last_choice = 0
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         size = len(sequences)
@@ -111,40 +104,31 @@ class GpLcb:
         times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
         draft_us = (times.draft_us[num_deep] * (num_deep > 0)).sum(axis=1) + times.draft_round_us * (num_drafted > 0)
         round_us = draft_us + times.verify_us[num_drafted]
-        best = self._choose(np.log(round_us / tokens), _weights(size, num_drafted / size))
+        weights = _weights(size, num_drafted / size)  # [P, G]
+        variance = ((weights @ self._process.covariance) * weights).sum(axis=1)
+        bound = np.log(round_us / tokens) + weights @ self._process.mean - BOUND_STDS * np.sqrt(variance)
+        best = int(bound.argmin())
         return Decision(np.count_nonzero(is_drafted[best], axis=1).tolist())
 
     def observe(self, record: StepRecord) -> None:
         self._acceptance.observe(record)
         self._num_plain = 0 if record.frontier.num_drafted.any() else self._num_plain + 1
-        if record.has_clients:
+        if record.has_clients or record.plan.prefills:  # prompts are no matter of lengths
             return
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
         size, num_drafted = lengths.size, int(lengths.sum())
         times = self._times_of(size, record.num_tokens.tolist())
-        round_us = times.chains_us(lengths) + times.step_us(num_drafted)
-        measured_us = record.step_us - record.prefill_us - record.draft_prefill_us  # prompts are no matter of lengths
-        if measured_us > 0.0:
-            weights = _weights(size, lengths.mean(keepdims=True))[0]
-            self._process.observe(weights, float(np.log(measured_us / round_us)))
+        round_us = times.chains_us(lengths) + float(times.verify_us[num_drafted])
+        weights = _weights(size, lengths.mean(keepdims=True))[0]
+        self._process.observe(weights, float(np.log(max(record.step_us, 1.0) / round_us)))
 
     def _rates(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the chance [B] that a draft token of each request is accepted, seen with optimism: what was not
         tested for long is worth a new try."""
-        curve = self._acceptance.curve
+        curve = self._acceptance.curves[0]
         hope = OPTIMISM + self._num_plain / MEMORY_STEPS
         offsets = self._acceptance.offsets(sequences) + hope
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
-
-    def _choose(self, log_cost: np.ndarray, weights: np.ndarray) -> int:
-        """Returns the index of the candidate with the least bound, from log_cost [N] and weights [N, G] on the grid;
-        the last choice if it is as good."""
-        variance = ((weights @ self._process.covariance) * weights).sum(axis=1)
-        bound = log_cost + weights @ self._process.mean - BOUND_STDS * np.sqrt(np.maximum(variance, 0.0))
-        best = int(bound.argmin())
-        if bound[self._last_choice] > bound[best] + STAY_WITHIN:
-            self._last_choice = best
-        return self._last_choice
 
     def _times_of(self, size: int, num_tokens: list[int]) -> BatchTimes:
         return self._times.of(size, self._costs.batch_context(num_tokens), WHOLE)

@@ -83,30 +83,29 @@ def make_policy(config: EngineConfig, load_knowledge: LoadKnowledge, split: str 
     """
     knowledge = cache(load_knowledge)
     policy = parse_policy(config.policy, knowledge)
-    is_overlapped = config.pipeline not in {"auto", PipelineMode.SERIAL.value}
-    if is_overlapped and split is not None and knowledge.cache_info().currsize and not _is_measured(knowledge(), split):
-        raise ConfigError(
-            f"pipeline = {config.pipeline!r} with policy = {config.policy!r}: the policy has to know what calls take "
-            "on a part of the device; run `faser profile`, or use 'fixed:K'"
-        )
-    if config.early_exit == "on" and policy.is_drafting and not knowledge().exits:
-        missing = "the engine has no profile, which calibrates its exits; run `faser profile`"
-        if knowledge().costs.is_measured:
-            missing = "its profile calibrated no exit: too few draft tokens were accepted, or too few rejected"
-        raise ConfigError(f"early_exit = 'on': {missing}")
+    if not policy.is_drafting:
+        return policy
     fields: dict[str, Any] = {}  # of every decision
-    if config.early_exit == "on":
-        fields["pruner"] = EarlyExit(knowledge().exits, AcceptanceModel(knowledge().margins).curve)
-    elif config.early_exit == "off":
-        fields["pruner"] = None
     if config.pipeline != "auto":
         mode = PipelineMode.SERIAL if split is None else PipelineMode(config.pipeline)
-        fields |= {"mode": mode, "partition": WHOLE if split is None or mode is PipelineMode.SERIAL else split}
-    return ForcedPolicy(policy, fields) if fields and policy.is_drafting else policy
-
-
-def _is_measured(knowledge: Knowledge, split: str) -> bool:
-    return knowledge.costs.is_measured and split in knowledge.costs.partitions
+        partition = WHOLE if split is None or mode is PipelineMode.SERIAL else split
+        is_weighing = bool(knowledge.cache_info().currsize)
+        if is_weighing and partition != WHOLE and partition not in knowledge().costs.partitions:
+            raise ConfigError(
+                f"pipeline = {config.pipeline!r} with policy = {config.policy!r}: the policy has to know what calls "
+                "take on a part of the device; run `faser profile`, or use 'fixed:K'"
+            )
+        fields = {"mode": mode, "partition": partition}
+    if config.early_exit == "on":
+        if not knowledge().exits:
+            missing = "the engine has no profile, which calibrates its exits; run `faser profile`"
+            if knowledge().costs.is_measured:
+                missing = "its profile calibrated no exit: too few draft tokens were accepted, or too few rejected"
+            raise ConfigError(f"early_exit = 'on': {missing}")
+        fields["pruner"] = EarlyExit(knowledge().exits, AcceptanceModel(knowledge().margins).curves[0])
+    elif config.early_exit == "off":
+        fields["pruner"] = None
+    return ForcedPolicy(policy, fields) if fields else policy
 
 
 class ForcedPolicy:

@@ -23,7 +23,7 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, Tr
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy import candidates
-from faser_backend.policy.calibration import AcceptanceModel, Chances, MarginCurve, by_slot
+from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.early_exit import EarlyExit, best_exit
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
@@ -91,14 +91,13 @@ class ThroughputPolicy:
 
     def _weigh(self, sequences: Sequence[RunningSequence], size: int) -> Decision:
         """Scores every candidate for a batch of `size`, chooses one and returns a step of it."""
-        chances = self._acceptance.read(sequences)
         num_decided, self._weighed_size, self._num_decided = self._num_decided, size, 0
-        keys = [(size, WHOLE), (len(sequences), WHOLE)]
-        keys += [(max(size // 2, 1), split) for split in self.partitions if split != WHOLE]
-        self._context = self.costs.batch_context([each.num_tokens for each in sequences])
-        self._times = {key: self._times_of(*key) for key in keys}
+        self._context, self._times = self.costs.batch_context([each.num_tokens for each in sequences]), {}
+        halves = [size // 2, size] if size > 1 else [1]
+        splits = [self._times_of(half, name) for name in self.partitions if name != WHOLE for half in halves]
         num_left = self._weigh_reading(sequences)
-        self._scores = candidates.scores_of(self._times, size, candidates.batch_means(chances), self._yield)
+        chains = candidates.batch_means(self._acceptance, self._acceptance.offsets(sequences))
+        self._scores = candidates.scores_of(self._times_of(size, WHOLE), splits, chains, self._yield.ratios)
         plain, now = self._scores[0], max(self._scores, key=self._speed)
         before = self.chosen or now
         gain_us = num_left * (1.0 / self._speed(plain) - 1.0 / self._speed(now))
@@ -121,10 +120,14 @@ class ThroughputPolicy:
             self._explorer.current = None
         if self._explorer.current is None:
             self._consider_exploring(sequences, now)
-        return self._new_decision(sequences, chances)
+        return self._new_decision(sequences)
 
     def _times_of(self, size: int, partition: str) -> BatchTimes:
-        return self._predicted.of(size, self._context, partition).corrected(self._errors)
+        """Returns the predicted times of a batch, corrected once between two weighings."""
+        key = size, partition
+        if key not in self._times:
+            self._times[key] = self._predicted.of(size, self._context, partition).corrected(self._errors)
+        return self._times[key]
 
     def _speed(self, score: Score) -> float:
         """Returns tokens per microsecond; the time in which the draft reads is included."""
@@ -151,10 +154,9 @@ class ThroughputPolicy:
     def _consider_exploring(self, sequences: Sequence[RunningSequence], chosen: Score) -> None:
         """Explores drafting while decoding plainly, and plain decoding while drafting."""
         plain, serial, *_ = self._scores
-        times = self._times[len(sequences), WHOLE]
         if chosen.mode is None:  # some requests draft
-            length, drafting = serial.num_draft_tokens, candidates.some_drafting(sequences)
-            more_us = candidates.extra_us(times, length, len(drafting)) if drafting else 0.0
+            drafting, times = candidates.some_drafting(sequences), self._times_of(len(sequences), WHOLE)
+            more_us = candidates.extra_us(times, serial.num_draft_tokens, len(drafting))
             is_new = (DRAFT, WHOLE) not in self._errors.known
             catch_up_us = self._catch_up_us([sequences[index] for index in drafting])
             self._explorer.consider(serial, is_new=is_new, lost_us=more_us, once_us=catch_up_us)
@@ -162,7 +164,7 @@ class ThroughputPolicy:
             lost_us = plain.step_us * (1.0 - self._speed(plain) / self._speed(chosen))
             self._explorer.consider(plain, is_new=not self._has_decoded_plainly, lost_us=lost_us)
 
-    def _new_decision(self, sequences: Sequence[RunningSequence], chances: Chances | None = None) -> Decision:
+    def _new_decision(self, sequences: Sequence[RunningSequence]) -> Decision:
         """Returns a step of the chosen candidate, or of the exploration, for these sequences."""
         self._decided_for = list(sequences)
         score = self._explorer.current or self.chosen
@@ -172,8 +174,9 @@ class ThroughputPolicy:
         why = {"tokens_per_us": self._price, "scores": self._scores, "reason": reason, "prefills_draft": not rests}
         if score.mode is None:
             return Decision([0] * size, **why)
-        chances = chances or self._acceptance.read(sequences)
-        offsets = by_slot(sequences, chances.offsets)
+        slots = [each.slot for each in sequences]
+        offsets = np.zeros(1 + max(slots))  # by slot
+        offsets[slots] = self._acceptance.offsets(sequences)
         longest = MAX_ADAPTIVE_TOKENS
         if self._acceptance.num_tests < PROBE_TESTS:  # nobody knows yet whether anything is accepted
             longest = max(PROBE_TOKENS // size, 1)
@@ -184,21 +187,19 @@ class ThroughputPolicy:
             lengths = [lengths[0] * (index in drafting) for index in range(size)]
         elif score.floor > 0.0:
             lengths = [longest] * size
-            trim = self._rule(cohort, score, chances, offsets)
+            trim = self._rule(cohort, score, offsets)
         found = best_exit(self.costs, self._exits, score, cohort, self._context)
-        pruner = EarlyExit((found,), chances.curves[0], offsets) if found is not None else None
+        pruner = EarlyExit((found,), self._acceptance.curves[0], offsets) if found is not None else None
         return Decision(lengths, score.mode, score.partition, trim, pruner, **why)
 
-    def _rule(self, size: int, score: Score, chances: Chances, offsets: np.ndarray) -> TrimRule:
-        key = size, score.partition
-        if key not in self._times:
-            self._times[key] = self._times_of(*key)
-        times = self._times[key]
+    def _rule(self, size: int, score: Score, offsets: np.ndarray) -> TrimRule:
+        times, curves = self._times_of(size, score.partition), self._acceptance.curves
+        logits = [curve.match_logits for curve in curves]
         usual = min(max(round(score.num_rows), 1), times.verify_us.size - 1)
         return TrimRule(
             margin_knots=MarginCurve.margin_knots,
-            match_logits=chances.match_logits,
-            margin_shares=chances.curves[0].margin_shares,
+            match_logits=np.stack(logits) if len(curves) > 1 else logits[0],
+            margin_shares=curves[0].margin_shares,
             offsets=offsets,
             verify_us=times.verify_us,
             draft_us=times.draft_us + times.trim_us,  # whether a chain goes on is decided after every call

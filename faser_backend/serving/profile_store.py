@@ -156,7 +156,13 @@ def _counts_from(fields: dict[str, Any]) -> MarginCounts:
 
 
 def _exit_from(fields: dict[str, Any]) -> ExitCalibration:
-    return ExitCalibration(**{**fields, "pruned_shares": tuple(fields["pruned_shares"])})
+    exit_ = ExitCalibration(**{**fields, "pruned_shares": tuple(fields["pruned_shares"])})
+    if not np.isfinite([exit_.bias, exit_.chance_weight, exit_.margin_weight]).all():
+        raise ValueError(f"exit at layer {exit_.layer}: weights must be finite numbers")
+    shares = (exit_.threshold, exit_.retention, exit_.trimmed_retention, exit_.trimmed_pruned_share)
+    if not exit_.pruned_shares or not all(0.0 <= share <= 1.0 for share in (*shares, *exit_.pruned_shares)):
+        raise ValueError(f"exit at layer {exit_.layer}: threshold and shares must lie in [0, 1]")
+    return exit_
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,18 +276,32 @@ def _profile_from(fields: dict[str, Any]) -> Profile:
             (str(entry["model"]), str(entry["partition"])): tuple(map(_call_cost_from, entry["segments"]))
             for entry in fields["costs"]
         },
-        overhead=OverheadCost(**fields["overhead"]),
+        overhead=OverheadCost(**{name: float(_times_from(us)) for name, us in fields["overhead"].items()}),
         errors=tuple(FitError(*map(error.__getitem__, FitError.__slots__)) for error in fields["errors"]),
         calibration=Calibration.from_dict(fields["calibration"]),
     )
 
 
+def _times_from(values: Any) -> np.ndarray:
+    found = np.array(values, np.float64)
+    if not np.isfinite(found).all() or (found < 0.0).any():
+        raise ValueError("times must be non-negative numbers")
+    return found
+
+
+def _curve_from(fields: dict[str, Any]) -> Curve:
+    knots, values_us = _times_from(fields["knots"]), _times_from(fields["values_us"])
+    if knots.size < 2 or knots.shape != values_us.shape or (np.diff(knots) <= 0.0).any():
+        raise ValueError("a curve needs at least 2 ascending knots, and as many values")
+    if (np.diff(values_us) < 0.0).any():
+        raise ValueError("values of a curve must never fall")
+    return Curve(knots, values_us)
+
+
 def _call_cost_from(fields: dict[str, Any]) -> CallCost:
-    curves = {
-        name: Curve(*(np.array(fields[name][axis], np.float64) for axis in ("knots", "values_us")))
-        for name in ("rows", "keys")
-    }
-    return CallCost(**{**fields, **curves})
+    curves = {name: _curve_from(fields[name]) for name in ("rows", "keys")}
+    rest = {name: float(_times_from(value)) for name, value in fields.items() if name not in curves}
+    return CallCost(**curves, **rest)
 
 
 def _size_of(model: ModelEngine) -> ModelSize:

@@ -128,19 +128,6 @@ def test_what_is_not_there_is_named() -> None:
         model.call_us(TARGET, WHOLE, 1, 1, 1, first_segment=2)
 
 
-def test_curves_that_fall_and_coefficients_below_zero_are_refused() -> None:
-    with pytest.raises(ValueError, match="never fall"):
-        Curve(np.array([1.0, 2.0]), np.array([5.0, 4.0]))
-    with pytest.raises(ValueError, match="ascend"):
-        Curve(np.array([2.0, 1.0]), np.array([5.0, 6.0]))
-    flat = Curve(np.array([0.0, 1.0]), np.zeros(2))
-    for bad in (-1.0, float("nan")):
-        with pytest.raises(ValueError, match="non-negative"):
-            CallCost(flat, flat, cell_us=bad)
-        with pytest.raises(ValueError, match="non-negative"):
-            OverheadCost(bad, 0.0, 0.0, 0.0, 0.0)
-
-
 def hidden_cost(shapes: CallShapes) -> np.ndarray:
     """A machine: a fixed cost, cheap first rows, gathering that leaves the cache, attention, a head."""
     keys = shapes.num_sequences * shapes.columns

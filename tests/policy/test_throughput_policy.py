@@ -15,7 +15,7 @@ from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks import control_worlds
 from faser_backend.lab.checks.control_worlds import ControlWorld, all_worlds, costs, run
 from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
-from faser_backend.policy.candidates import FLOORS, means_of, plain_score, round_score
+from faser_backend.policy.candidates import FLOORS, means_of, scores_of
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, TimeErrors
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
@@ -154,7 +154,7 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
     model = replace(costs(100.0, 2000.0, 5.0), overhead=dear)
     curve = MatchCalibration(None).curve
     times = BatchTimes(model, MAX_ADAPTIVE_TOKENS, 4, 32, WHOLE)
-    score = round_score(SERIAL, times, means_of(curve, np.zeros(4)), (1.0, 1.0))
+    plain, score = scores_of(times, [], means_of(curve, np.zeros(4)), (1.0, 1.0))
     by_hand = []
     for length in range(1, MAX_ADAPTIVE_TOKENS + 1):
         rows = 4 * (length + 1)
@@ -163,7 +163,7 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
         by_hand.append(4 * sum(curve.mean_chance**kept for kept in range(length + 1)) / us)
     assert score.tokens_per_us == pytest.approx(max(by_hand), rel=0.01)
     assert score.num_draft_tokens == int(np.argmax(by_hand)) + 1
-    assert plain_score(times).tokens_per_us == pytest.approx(4 / (2000.0 + 20.0 + 50.0 + 8.0 + 4.0))
+    assert plain.tokens_per_us == pytest.approx(4 / (2000.0 + 20.0 + 50.0 + 8.0 + 4.0))
 
 
 # -- what is learned ----------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
 def test_an_offset_finds_the_requests_own_chance():
     rng, easy = np.random.default_rng(1), sequences(1)[0]
     model = AcceptanceModel({})
-    curve = model.curve
+    curve = model.curves[0]
     margins = rng.choice([0.1, 1.2, 3.5], (1, 400)).astype(np.float32)
     true = 0.8  # added to the log odds of every token
     for column in range(400):
