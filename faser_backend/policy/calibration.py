@@ -190,37 +190,26 @@ class AcceptanceModel:
 
     def observe(self, record: StepRecord) -> None:
         """Learns from the tests of the server's own drafts in a step."""
-        frontier = record.frontier
+        frontier, known, fresh = record.frontier, self._requests, (0.0, _PRIOR_PRECISION)
         if frontier.margins is None or frontier.margins.shape[1] == 0:
             return
-        num_accepted = record.acceptance.num_accepted
-        num_tested = np.minimum(num_accepted + 1, record.num_testable)
+        columns = np.arange(frontier.margins.shape[1])
         for source, calibration in enumerate(self._calibrations):
             rows = np.flatnonzero(frontier.sources == source)
-            if rows.size:
-                count = np.count_nonzero(frontier.num_drafted[rows])
-                self._num_chains *= _CHAINS_FADE**count
-                self._num_chains[source] += count
-                own = [record.plan.decodes[row] for row in rows]
-                self._observe(calibration, own, frontier.margins[rows], num_accepted[rows], num_tested[rows])
-
-    def _observe(
-        self,
-        calibration: MatchCalibration,
-        sequences: list[RunningSequence],
-        margins: np.ndarray,
-        num_accepted: np.ndarray,
-        num_tested: np.ndarray,
-    ) -> None:
-        """Learns from chains of one source: margins [B, K], num_accepted and num_tested [B]."""
-        known, fresh = self._requests, (0.0, _PRIOR_PRECISION)
-        offset, precision = np.array([known.get(each, fresh) for each in sequences]).T
-        is_tested = np.arange(margins.shape[1]) < num_tested[:, None]
-        chances = sigmoid(calibration.curve.logits(margins) + offset[:, None]) * is_tested
-        expected = chances.sum(axis=1)
-        precision = np.minimum(precision + expected - (chances * chances).sum(axis=1), _MOST_PRECISION)
-        # Accepted tokens are all tested: the sum of y - p is their number less the sum of p.
-        offset = offset + (num_accepted - expected) / precision
-        known.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
-        self.num_tests += int(num_tested.sum())
-        calibration.observe(margins, num_accepted, num_tested)
+            if not rows.size:
+                continue
+            sequences, margins = [record.plan.decodes[row] for row in rows], frontier.margins[rows]
+            num_accepted = record.acceptance.num_accepted[rows]
+            num_tested = np.minimum(num_accepted + 1, record.num_testable[rows])
+            offset, precision = np.array([known.get(each, fresh) for each in sequences]).T
+            chances = sigmoid(calibration.curve.logits(margins) + offset[:, None]) * (columns < num_tested[:, None])
+            expected = chances.sum(axis=1)
+            precision = np.minimum(precision + expected - (chances * chances).sum(axis=1), _MOST_PRECISION)
+            # Accepted tokens are all tested: the sum of y - p is their number less the sum of p.
+            offset = offset + (num_accepted - expected) / precision
+            known.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
+            calibration.observe(margins, num_accepted, num_tested)
+            self.num_tests += int(num_tested.sum())
+            count = np.count_nonzero(frontier.num_drafted[rows])
+            self._num_chains *= _CHAINS_FADE**count
+            self._num_chains[source] += count

@@ -207,13 +207,6 @@ class Explorer:
             self._num_left = COLD_STEPS + (1 if is_new else EXPLORED_STEPS)
 
 
-def extra_us(times: BatchTimes, length: int, num_drafting: int) -> float:
-    """Returns the time that chains of one length add to a plain step."""
-    num_rows = min(length * num_drafting, times.verify_us.size - 1)
-    draft_us = length * times.draft_us[num_drafting] + times.draft_round_us
-    return float(times.verify_us[num_rows] - times.verify_us[0] + draft_us)
-
-
 def some_drafting(sequences: Sequence[RunningSequence]) -> list[int]:
     """Returns the indices of the requests that draft in an exploration among plain rounds: the few whose draft lags
     least, because all requests could cost more than the exploration reveals."""

@@ -80,14 +80,8 @@ class CallCost:
 
 @dataclass(frozen=True, slots=True)
 class OverheadCost:
-    """Microseconds around the model calls of a step: scheduling, packing, sampling, acceptance, commit.
-
-    A step of B sequences that verifies T rows: step_us + B step_sequence_us + T step_row_us. Each draft
-    call inside it, of B sequences: draft_us + B draft_sequence_us. The first one takes longer than further ones, for
-    the caches hold the target's data: draft_round_us + B draft_round_sequence_us. Each call after which confidence
-    decides which of its B chains go on: trim_us + B trim_sequence_us more. Each exit that T rows pass: exit_us +
-    T exit_row_us. Exits and lanes default to guesses on the high side.
-    """
+    """Microseconds around the model calls of a step: scheduling, packing, sampling, acceptance, commit. The methods say
+    what each is multiplied by. Exits and lanes default to guesses on the high side."""
 
     step_us: float
     step_sequence_us: float
@@ -97,9 +91,9 @@ class OverheadCost:
     exit_us: float = 150.0
     exit_row_us: float = 5.0
     lanes_us: float = 100.0  # hand-over to a second lane and back, in a step that overlaps its phases
-    draft_round_us: float = 0.0
+    draft_round_us: float = 0.0  # that the first draft call takes longer, as the caches hold the target's data
     draft_round_sequence_us: float = 0.0
-    trim_us: float = 0.0
+    trim_us: float = 0.0  # that a draft call takes longer if confidence decides which chains go on
     trim_sequence_us: float = 0.0
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
@@ -116,9 +110,6 @@ class OverheadCost:
 
     def exit(self, num_rows: Numbers) -> Numbers:
         return self.exit_us + num_rows * self.exit_row_us
-
-
-NO_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -156,7 +156,9 @@ class ThroughputPolicy:
         plain, serial, *_ = self._scores
         if chosen.mode is None:  # some requests draft
             drafting, times = candidates.some_drafting(sequences), self._times_of(len(sequences), WHOLE)
-            more_us = candidates.extra_us(times, serial.num_draft_tokens, len(drafting))
+            length = serial.num_draft_tokens
+            rows_us = times.verify_us[length * len(drafting)] - times.verify_us[0]
+            more_us = float(rows_us + length * times.draft_us[len(drafting)]) + times.draft_round_us
             is_new = (DRAFT, WHOLE) not in self._errors.known
             catch_up_us = self._catch_up_us([sequences[index] for index in drafting])
             self._explorer.consider(serial, is_new=is_new, lost_us=more_us, once_us=catch_up_us)

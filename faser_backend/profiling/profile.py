@@ -24,7 +24,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.files import check_room
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.cost_model import NO_OVERHEAD, CostModel, OverheadCost
+from faser_backend.policy.cost_model import CostModel, OverheadCost
 from faser_backend.profiling.calibration import TOKENS_EACH, calibrate
 from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effort, choose_cases, share_within
 from faser_backend.profiling.measure import Bench, Sampled, Share, fit_error, fit_segments, shares_of
@@ -126,7 +126,7 @@ class _Profiler:
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
-        calls = CostModel(costs, NO_OVERHEAD, widths, is_measured=True, is_padded=pads)
+        calls = CostModel(costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0), widths, is_measured=True, is_padded=pads)
         overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
         self.report("done", 1.0)
         model = replace(calls, overhead=overhead)

@@ -20,7 +20,7 @@ from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, TimeError
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.policy.throughput_policy import ThroughputPolicy
-from tests.support.harness import guessed, request
+from tests.support.harness import guessed, request, step_record
 
 SERIAL = PipelineMode.SERIAL
 WORLDS = {world.name: world for world in all_worlds()}
@@ -169,18 +169,17 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
 # -- what is learned ----------------------------------------------------------------------------------
 
 
-def test_an_offset_finds_the_requests_own_chance():
-    rng, easy = np.random.default_rng(1), sequences(1)[0]
-    model = AcceptanceModel({})
+def test_offsets_find_what_requests_differ_by():
+    """The curve that an easy and a hard request share lies between them."""
+    rng, both = np.random.default_rng(1), sequences(2)
+    model, offsets = AcceptanceModel({}), np.array([0.8, -0.8])  # added to the log odds of every token
     curve = model.curves[0]
-    margins = rng.choice([0.1, 1.2, 3.5], (1, 400)).astype(np.float32)
-    true = 0.8  # added to the log odds of every token
-    for column in range(400):
-        is_accepted = rng.random() < sigmoid(curve.logits(margins[:, column]) + true)[0]
-        model._observe(
-            MatchCalibration(None), [easy], margins[:, column : column + 1], np.array([int(is_accepted)]), np.array([1])
-        )
-    assert model.offsets([easy])[0] == pytest.approx(true, abs=0.35)
+    for _ in range(400):
+        margins = rng.choice([0.1, 1.2, 3.5], (2, 1)).astype(np.float32)
+        is_accepted = rng.random(2) < sigmoid(curve.logits(margins[:, 0]) + offsets)
+        model.observe(step_record(both, [1, 1], is_accepted.astype(int).tolist(), margins=margins))
+    easy, hard = model.offsets(both)
+    assert easy - hard == pytest.approx(1.6, abs=0.5)
     assert model.offsets(sequences(1))[0] == 0.0, "a stranger"
 
 
