@@ -65,11 +65,13 @@ class TensorRtOptions:
 
     compute_capabilities: e.g. ("8.9", "12.0"), only for TensorRT-RTX; () = its default. split_streams: CUDA streams
     on each model's share by the name of the SM split, e.g. "16/116"; only for full TensorRT with a GPU.
+    allows_pool_copies: an engine that copies KV pools, or may, is a warning instead of an error.
     """
 
     limits: CallLimits = field(default_factory=CallLimits)
     compute_capabilities: tuple[str, ...] = ()
     split_streams: Mapping[str, SplitStreams] = field(default_factory=dict)
+    allows_pool_copies: bool = False
 
 
 def call_buckets(

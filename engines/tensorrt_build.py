@@ -6,12 +6,15 @@ splits are given, per split. Errors that TensorRT only logs are raised.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from time import monotonic
+from typing import Any, TypeVar
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.arrays import FLOAT_TYPES
@@ -20,13 +23,17 @@ from faser_backend.engines.decoder import SegmentGraph, build_head, build_segmen
 from faser_backend.engines.eagle3 import Eagle3Head
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of, with_free_rows
-from faser_backend.engines.tensorrt_copies import check_no_copies, layer_information
+from faser_backend.engines.tensorrt_copies import check_no_copies
 from faser_backend.engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
-from faser_backend.engines.tensorrt_progress import BuildMonitor
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
 from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+MAX_DEPTH = 2  # of reported phases; deeper ones take milliseconds
+MIN_INTERVAL_S = 0.1  # between two reports of steps: phases have hundreds
 
 
 class TensorRtCompiler:
@@ -134,15 +141,24 @@ class TensorRtCompiler:
         for bucket in buckets:
             config.add_optimization_profile(self.make_profile(builder, segment, bucket))
         log.check(f"{onnx_path.name}: options and profiles")
-        monitor = BuildMonitor(module, lambda phase: self._report(f"{path.stem}: {phase}"))
-        config.progress_monitor = monitor.monitor
-        engine = monitor.run(lambda: builder.build_serialized_network(network, config))
+        # With plugins, an engine that can be inspected as it is, if this version builds one.
+        is_open = self.tensorrt.has_plugins and hasattr(builder, "build_engine_with_config")
+        build = builder.build_engine_with_config if is_open else builder.build_serialized_network
+        engine = monitored_build(
+            module, config, lambda phase: self._report(f"{path.stem}: {phase}"), lambda: build(network, config)
+        )
         if engine is None:
             raise log.fail(f"{onnx_path.name}: build", "TensorRT returned no engine and logged no error")
         log.check(f"{onnx_path.name}: build")
         if self.tensorrt.has_plugins:
-            check_no_copies(layer_information(module, log.logger, engine), path.name)
-        path.write_bytes(memoryview(engine))
+            opened = engine if is_open else module.Runtime(log.logger).deserialize_cuda_engine(engine)
+            try:
+                _log.info("%s: %s", path.name, check_no_copies(module, opened, path.name))
+            except TensorRtError as error:
+                if not self._options.allows_pool_copies:
+                    raise
+                _log.warning("%s", error)
+        path.write_bytes(memoryview(engine.serialize() if is_open else engine))
 
     def _config(self, builder: Any) -> Any:
         module, config = self.tensorrt.module, builder.create_builder_config()
@@ -205,6 +221,53 @@ def _let_attention_decompose(module: Any, network: Any) -> None:
         if layer.type == module.LayerType.ATTENTION_OUTPUT:
             layer.__class__ = module.IAttentionOutputLayer
             layer.attention.decomposable = True
+
+
+def monitored_build(module: Any, config: Any, report: Callable[[str], None], build: Callable[[], Result]) -> Result:
+    """Builds on another thread. An interrupt or an error of `report` stops TensorRT, and is then raised.
+
+    report: called with a phase and its progress, e.g. "Computing profile costs 3/15".
+    """
+    errors: list[BaseException] = []
+    phases: dict[str | None, tuple[int, int]] = {}  # by name: depth, 0 for the whole build, and number of steps
+    reported_s = 0.0
+
+    def tell(text: str, depth: int, interval_s: float = 0.0) -> None:
+        nonlocal reported_s
+        if not errors and depth <= MAX_DEPTH and monotonic() - reported_s >= interval_s:
+            reported_s = monotonic()
+            try:
+                report(text)
+            except BaseException as error:
+                errors.append(error)
+
+    class Monitor(module.IProgressMonitor):  # its base class exists only once the module is imported
+        def __init__(self) -> None:
+            module.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            phases[phase_name] = phases.get(parent_phase, (-1, 0))[0] + 1, num_steps
+            tell(phase_name, phases[phase_name][0])
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            depth, num_steps = phases[phase_name]
+            tell(f"{phase_name} {step + 1}/{num_steps}", depth, MIN_INTERVAL_S)
+            return not errors
+
+        def phase_finish(self, phase_name: str) -> None:
+            """Reports nothing: the next start does."""
+
+    config.progress_monitor = Monitor()
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(build)
+        try:
+            future.exception()  # waits
+        except KeyboardInterrupt as interrupt:
+            errors.insert(0, interrupt)
+            future.exception()
+    if errors:
+        raise errors[0]
+    return future.result()
 
 
 def require_gpu(title: str) -> None:

@@ -10,52 +10,62 @@ import json
 import re
 from typing import Any
 
+from faser_backend.plugins.tensorrt_contract import ATTEND_OP, NAMESPACE
 from faser_backend.plugins.tensorrt_import import TensorRtError
 
 POOL = re.compile(r"\b[kv]_pool(?:_out)?\.\d+\b")
 REFORMAT = re.compile(r"reformat", re.IGNORECASE)
-PLUGIN = re.compile(r"plugin", re.IGNORECASE)
+# In a layer's type, name, tactic, origin or metadata: which of them a version fills is not documented.
+PLUGIN = re.compile(rf"plugin|{NAMESPACE}\b|{ATTEND_OP}|attend_splits", re.IGNORECASE)
 MOST_NAMED = 3
 
 
-def check_no_copies(information: str, engine: str) -> None:
-    """Raises TensorRtError naming layers if the engine `engine` copies pools, or if it cannot be known.
+def check_no_copies(module: Any, engine: Any, name: str) -> str:
+    """Returns what TensorRT says of aliases. Raises TensorRtError naming layers if `engine` copies pools, or may.
 
-    information: JSON of an engine inspector, with details or only layer names.
+    module: tensorrt. engine: deserialised, with details or only names of layers.
     """
+    information = engine.create_engine_inspector().get_engine_information(module.LayerInformationFormat.JSON)
     try:
         layers: Any = json.loads(information)["Layers"]
     except (ValueError, KeyError, TypeError):
         layers = None
+    aliases = aliased_inputs(engine)
+    advice = f"{aliases}; use runtime torch, or --pool-copies allow, if the copies are none or bearable"
     if not isinstance(layers, list) or not layers:
         raise TensorRtError(
-            f"{engine}: inspect: the layer information names no layer; whether it copies KV pools is unknown"
+            f"{name}: inspect: the layer information names no layer; whether it copies KV pools is unknown; {advice}"
         )
-    copies = [(name, pools) for name, pools in map(_moved_pools, layers) if pools]
+    copies = [(layer, pools) for layer, pools in map(_moved_pools, layers) if pools]
     if copies:
-        named = "; ".join(f"{name} of {', '.join(pools)}" for name, pools in copies[:MOST_NAMED])
+        named = "; ".join(f"{layer} of {', '.join(pools)}" for layer, pools in copies[:MOST_NAMED])
         raise TensorRtError(
-            f"{engine}: {len(copies)} layers copy {len({pool for _, pools in copies for pool in pools})} KV pools in "
-            f"every call, as {named}{'; ...' * (len(copies) > MOST_NAMED)}; this TensorRT "
-            "does not support a plugin that writes them in place: use runtime torch"
+            f"{name}: {len(copies)} layers copy {len({pool for _, pools in copies for pool in pools})} KV pools in "
+            f"every call, as {named}{'; ...' * (len(copies) > MOST_NAMED)}; {advice}"
         )
+    return aliases
+
+
+def aliased_inputs(engine: Any) -> str:
+    """Returns how many pools TensorRT reports as written in place. It need not report a plugin's."""
+    if not hasattr(engine, "get_aliased_input_tensor"):
+        return "this TensorRT does not report aliased inputs"
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    pools = [each for each in names if POOL.fullmatch(each) and "_out." in each]
+    num_aliased = sum(engine.get_aliased_input_tensor(each) == each.replace("_out.", ".") for each in pools)
+    return f"TensorRT reports {num_aliased} of {len(pools)} pools as aliased"
 
 
 def _moved_pools(layer: Any) -> tuple[str, list[str]]:
     """Returns a layer's name and the pools that it copies. In a build without details, a layer is a name."""
-    name, kind, tensors = layer, "", [layer]
+    name, kind, tensors, texts = layer, "", [layer], [layer]
     if isinstance(layer, dict):
         name, kind = str(layer.get("Name", "")), str(layer.get("LayerType", ""))
         tensors = [str(tensor.get("Name", "")) for side in ("Inputs", "Outputs") for tensor in layer.get(side) or ()]
+        texts = [value for value in layer.values() if isinstance(value, str)]
     is_reformat = REFORMAT.match(name) or REFORMAT.match(kind)  # a reformat around a plugin has its name
-    if not is_reformat and (PLUGIN.search(kind) or PLUGIN.search(name)):
+    if not is_reformat and any(map(PLUGIN.search, texts)):
         return name, []
     return f"{name} ({kind})" if kind else name, list(
         dict.fromkeys(pool for tensor in tensors for pool in POOL.findall(tensor))
     )
-
-
-def layer_information(module: Any, logger: Any, engine: Any) -> str:
-    """Returns the inspector's information on a serialised engine. module: tensorrt."""
-    opened = module.Runtime(logger).deserialize_cuda_engine(engine)
-    return opened.create_engine_inspector().get_engine_information(module.LayerInformationFormat.JSON)

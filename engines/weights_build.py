@@ -36,10 +36,7 @@ HALF_CHECKPOINTS = ("F16", "BF16")
 # The stored types that a format represents exactly, the smallest format first; float32 represents all.
 HELD = {INT4: ("Q4_0", "Q4_1"), INT8: ("Q8_0", "Q4_0"), FLOAT16: ("F16",), "bf16": ("BF16",)}
 HELD_TYPES = {"F32"}.union(*HELD.values())
-ENDS: tuple[str, str] = (
-    "embedding",
-    "lm_head",
-)  # matrices outside the layers, [vocab_size, hidden_size]
+ENDS: tuple[str, str] = ("embedding", "lm_head")  # matrices outside the layers, [vocab_size, hidden_size]
 ROUTER = ".router"  # the end of its names
 NUM_NAMED = 3  # matrices of one kind that a report names
 ALIGNMENT = 64

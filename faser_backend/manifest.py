@@ -1,6 +1,7 @@
 """`manifest.json`: the only contract between building engines and serving them.
 
-`faser_backend.engines.build` writes it once. A server verifies it file by file when it loads a directory.
+`faser_backend.engines.build` writes it once. Each process that loads a directory verifies its texts. Weights are
+verified where they are opened, once per start.
 
 Tensors of a segment (T rows, B sequences, Q = most rows of one sequence, MB = block table columns,
 R = logit rows, K = exit candidates). Integers are int64 unless noted.
@@ -33,6 +34,7 @@ import hashlib
 import json
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,7 @@ MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 DTYPES = ("fp32", "fp16", "bf16")
 CPU_KV_CACHE_DTYPES = ("fp32", "fp16")  # on a CPU; on a GPU, keys and values have the engine's dtype
+HASH_BLOCK_BYTES = 64 << 20  # hashed between two reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +60,11 @@ class FileSpec:
     name: str
     sha256: str
     num_bytes: int
+    mtime_ns: int = field(default=0, compare=False)  # when it was built; 0: not recorded
 
     @classmethod
     def of(cls, path: Path) -> FileSpec:
-        return cls(path.name, file_sha256(path), path.stat().st_size)
+        return cls(path.name, file_sha256(path), path.stat().st_size, path.stat().st_mtime_ns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +152,12 @@ class EngineManifest:
         return {"target": self.target} | ({} if self.draft is None else {"draft": self.draft})
 
     @property
+    def texts(self) -> tuple[FileSpec, ...]:
+        return (self.tokenizer, self.tokenizer_config, self.prompts)
+
+    @property
     def files(self) -> tuple[FileSpec, ...]:
-        texts = (self.tokenizer, self.tokenizer_config, self.prompts)
-        return (*texts, *(file for model in self.models.values() for file in model.files))
+        return (*self.texts, *(file for model in self.models.values() for file in model.files))
 
     @property
     def runtime_spec(self) -> RuntimeSpec:
@@ -164,7 +171,7 @@ class EngineManifest:
 
     @classmethod
     def load(cls, directory: Path) -> EngineManifest:
-        """Reads and verifies a directory. Raises ManifestError naming the file and the reason."""
+        """Reads a directory; verifies its texts, and the sizes of its weights. Raises ManifestError with the reason."""
         from pydantic import TypeAdapter, ValidationError  # slow to import; help texts do not need it
 
         path, fields = Path(directory) / MANIFEST_FILE, read_manifest_fields(directory)
@@ -180,13 +187,30 @@ class EngineManifest:
             raise ManifestError(f"{path}: malformed ({shown(str(error))})") from None
         manifest._check_fields(path)
         for file in manifest.files:
-            _check_file(path.parent, file)
+            _check_size(path.parent, file)
+        for file in manifest.texts:
+            _check_hash(path.parent, file)
         tokenizer = path.parent / manifest.tokenizer.name
         tokenizer_hash = vocab_hash(read_vocabulary(tokenizer))
         if tokenizer_hash != manifest.vocab_hash:
             wanted = manifest.vocab_hash[:12]
             raise ManifestError(f"{tokenizer}: vocabulary {tokenizer_hash[:12]} is not the engines' {wanted}")
         return manifest
+
+    def verify_weights(
+        self, directory: Path, *, is_full: bool = False, report: Callable[[int, int], None] = lambda done, total: None
+    ) -> None:
+        """Hashes each file of the models once. Raises ManifestError if one is not as built.
+
+        is_full: even a file whose time stamp is as built; its size was checked on loading. report: called with the
+        bytes hashed and their total.
+        """
+        models = dict.fromkeys(file for model in self.models.values() for file in model.files)
+        hashed = [f for f in models if is_full or (directory / f.name).stat().st_mtime_ns != f.mtime_ns]
+        done, total = 0, sum(file.num_bytes for file in hashed)
+        for file in hashed:
+            _check_hash(directory, file, lambda num_bytes, before=done: report(before + num_bytes, total))
+            done += file.num_bytes
 
     def _check_fields(self, path: Path) -> None:
         _check_choice(path, "runtime", self.runtime, tuple(RUNTIMES))
@@ -244,9 +268,14 @@ def _not_an_engine(directory: Path) -> str:
     return f"{place}/{MANIFEST_FILE}: missing; build engines into this directory first"
 
 
-def file_sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_sha256(path: Path, report: Callable[[int], None] = lambda num_bytes: None) -> str:
+    """Returns a file's hash. report: called with the bytes read so far."""
+    digest, block = hashlib.sha256(), memoryview(bytearray(min(HASH_BLOCK_BYTES, path.stat().st_size + 1)))
+    with path.open("rb", buffering=0) as file:
+        while num_bytes := file.readinto(block):
+            digest.update(block[:num_bytes])
+            report(file.tell())
+    return digest.hexdigest()
 
 
 def _check_choice(path: Path, field: str, value: str, choices: tuple[str, ...]) -> None:
@@ -264,7 +293,7 @@ def _check_buckets(path: Path, segment: SegmentSpec) -> None:
                 )
 
 
-def _check_file(directory: Path, file: FileSpec) -> None:
+def _check_size(directory: Path, file: FileSpec) -> None:
     path = directory / file.name
     is_plain = Path(file.name).name == file.name and file.name not in ("", ".", "..")
     if not is_plain or len(file.name.encode(errors="replace")) > MAX_NAME_BYTES:
@@ -278,6 +307,10 @@ def _check_file(directory: Path, file: FileSpec) -> None:
     if num_bytes != file.num_bytes:
         reason = "truncated" if num_bytes < file.num_bytes else "changed"
         raise ManifestError(f"{path}: {reason}: {num_bytes} bytes instead of {file.num_bytes}")
-    digest = file_sha256(path)
+
+
+def _check_hash(directory: Path, file: FileSpec, report: Callable[[int], None] = lambda num_bytes: None) -> None:
+    path = directory / file.name
+    digest = file_sha256(path, report)
     if digest != file.sha256:
         raise ManifestError(f"{path}: changed since it was built: sha256 {digest[:12]} instead of {file.sha256[:12]}")

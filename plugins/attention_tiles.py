@@ -36,22 +36,9 @@ def _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def attend_context(
-    query,
-    k_head,
-    v_head,
-    table,
-    num_blocks,
-    start,
-    end,
-    row_max,
-    row_sum,
-    mixed,
-    dims,
-    HEAD_DIM: tl.constexpr,
-    KV_BLOCK_SIZE: tl.constexpr,
-    SCALE_LOG2: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
+    query, k_head, v_head, table, num_blocks, start, end, row_max, row_sum, mixed, dims,
+    HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     """Attends to tokens [start, end) of the pool, which earlier calls wrote. All rows see them."""
     token = start + tl.arange(0, BLOCK_N)
     block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
@@ -74,21 +61,9 @@ def attend_context(
 
 @triton.jit
 def attend_chunk(
-    query,
-    k_rows,
-    v_rows,
-    k_stride,
-    v_stride,
-    row,
-    end,
-    row_max,
-    row_sum,
-    mixed,
-    dims,
-    HEAD_DIM: tl.constexpr,
-    SCALE_LOG2: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    query, k_rows, v_rows, k_stride, v_stride, row, end, row_max, row_sum, mixed, dims,
+    HEAD_DIM: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     """Attends to rows [0, end) of the chunk, each row up to itself. The pool is not read: others may be writing it."""
     for start in range(0, end, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)

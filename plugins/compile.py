@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of Triton-language kernels: PTX, cubin, registers and shared memory.
 
-No GPU is needed. The compiler adds two scratch pointers for its own launcher to the end of every parameter list. No
-kernel of this package uses them, so they are removed: a launch of the result passes exactly `parameters`, in order.
+No GPU is needed. The compiler's two scratch pointers at the end of every parameter list, which no kernel of this
+package uses, are removed: a launch of the result passes exactly `parameters`, in order.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 WARP_SIZE = 32
+OLDEST_PTX = 84  # that drivers for CUDA 12.4 take, the oldest that are supported
+PTX_OF_NEWER_GPUS = {10: 86, 12: 87}  # by major capability: the first version that knows them
 NUM_SCRATCH_PARAMETERS = 2  # global and profile scratch
 
 
@@ -66,7 +68,8 @@ def compile_kernel(
         dict(constants),
         {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.endswith(":16")},
     )
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    ptx_version = PTX_OF_NEWER_GPUS.get(capability // 10, OLDEST_PTX)  # the compiler's own is its newest
+    options = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": ptx_version}
     built = triton.compile(source, target=GPUTarget("cuda", capability, WARP_SIZE), options=options)
     if built.metadata.global_scratch_size or built.metadata.profile_scratch_size:
         raise ValueError(f"{kernel.__name__}: needs scratch memory, which only the compiler's own launcher allocates")

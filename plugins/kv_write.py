@@ -16,10 +16,7 @@ from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, ru
 NUM_WARPS = 1  # a row of one head is at most a few hundred values
 
 
-@triton.jit(
-    do_not_specialize=["num_slots"],
-    do_not_specialize_on_alignment=["slot_mapping"],
-)
+@triton.jit(do_not_specialize=["num_slots"], do_not_specialize_on_alignment=["slot_mapping"])
 def write_kv_kernel(
     k_new,  # [T, Hkv, HEAD_DIM], rows k_stride apart
     v_new,
@@ -48,11 +45,7 @@ def write_kv_kernel(
 
 
 def write_kv(
-    k_new: torch.Tensor,
-    v_new: torch.Tensor,
-    slot_mapping: torch.Tensor,
-    k_pool: torch.Tensor,
-    v_pool: torch.Tensor,
+    k_new: torch.Tensor, v_new: torch.Tensor, slot_mapping: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor
 ) -> None:
     """Writes k_new and v_new [T, Hkv, hd] to the pools; queued on the current stream.
 

@@ -30,11 +30,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    *dtypes: torch.dtype,
-    may_have_row_stride: bool = False,
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, may_have_row_stride: bool = False
 ) -> None:
     """Raises ValueError unless a tensor has this shape, one of these types, and is contiguous.
 

@@ -49,11 +49,6 @@ def exit_scores(hidden, head, candidates, out) -> None:
     out.copy_(torch.einsum("td,tcd->tc", hidden.float(), head[candidates].float()))
 
 
-def compact_rows(hidden, kept, out) -> None:
-    """Computes out[i] = hidden[kept[i]]."""
-    torch.index_select(hidden, 0, kept, out=out)
-
-
 # Row kernels of a decoder layer. All arithmetic is float32, rounded once to the type of `out`.
 def add_rms_norm(hidden, delta, weight, eps, summed, out) -> None:
     """Computes summed = hidden + delta in hidden's type, if there is a delta; out = RMS norm of the sum."""

@@ -1,8 +1,7 @@
 """The attention kernels as quickly deployable TensorRT plugins, compiled ahead of time into the engine.
 
-Such an engine runs without Python and without this package. TensorRT launches one kernel per plugin, so there are two
-plugins, `faser::AttendSplits` and `faser::CombineSplits`. TensorRT reads names and types from the signatures of two
-functions per plugin. These signatures are made here from the contract's names.
+Such an engine runs without Python. TensorRT launches one kernel per plugin, so there are two, `faser::AttendSplits` and
+`faser::CombineSplits`. It reads names and types from the signatures of two functions per plugin, made here.
 """
 
 from __future__ import annotations

@@ -15,10 +15,7 @@ from typing import Any, Literal
 from faser_backend.core.errors import FaserError
 
 Flavour = Literal["rtx", "full"]
-MODULES: dict[Flavour, tuple[str, ...]] = {
-    "full": ("tensorrt",),
-    "rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings"),
-}
+MODULES: dict[Flavour, tuple[str, ...]] = {"full": ("tensorrt",), "rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 EXTRAS: dict[Flavour, str] = {"full": "tensorrt", "rtx": "tensorrt-rtx"}
 NO_DRIVER = "cudaError 35"  # without a driver, it is logged after every other failure too
 
@@ -36,12 +33,9 @@ class TensorRt:
         self.version = str(module.__version__)
         network, profile = module.INetworkDefinition, module.IOptimizationProfile
         self.has_plugins = hasattr(network, "add_plugin_v3")
-        self.has_compute_capabilities = hasattr(module, "ComputeCapability")
-        self.has_attention_v2 = hasattr(network, "add_attention_v2")
         self.has_profile_streams = hasattr(profile, "profile_stream")
         self.has_engine_validity = hasattr(module.Runtime, "get_engine_validity")
         self.has_runtime_cache = hasattr(module, "IRuntimeCache")
-        self.has_runtime_config = hasattr(module.ICudaEngine, "create_runtime_config")
 
     @property
     def title(self) -> str:
@@ -51,7 +45,7 @@ class TensorRt:
     @property
     def compute_capabilities(self) -> tuple[str, ...]:
         """The GPUs that engines can be built for ahead of time, e.g. ("7.5", "12.0"); empty: this machine's only."""
-        if self.flavour == "full" or not self.has_compute_capabilities:
+        if self.flavour == "full" or not hasattr(self.module, "ComputeCapability"):
             return ()
         numbers = sorted(int(name[2:]) for name in self.module.ComputeCapability.__members__ if name.startswith("SM"))
         return tuple(f"{number // 10}.{number % 10}" for number in numbers)
@@ -74,12 +68,11 @@ class ErrorLog:
     def __init__(self, tensorrt: TensorRt) -> None:
         self._lock = Lock()  # TensorRT logs from its own threads too
         self._errors: list[str] = []
-        self.warnings: list[str] = []
         self.logger = _make_logger(tensorrt.module, self)
 
-    def add(self, message: str, *, is_error: bool) -> None:
+    def add(self, message: str) -> None:
         with self._lock:
-            (self._errors if is_error else self.warnings).append(message)
+            self._errors.append(message)
 
     def take_errors(self) -> list[str]:
         """Returns and clears the errors. A missing driver is left out if there are other errors."""
@@ -136,7 +129,7 @@ def _make_logger(module: Any, log: ErrorLog) -> Any:
             module.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            if severity <= module.ILogger.WARNING:
-                log.add(message, is_error=severity <= module.ILogger.ERROR)
+            if severity <= module.ILogger.ERROR:
+                log.add(message)
 
     return Logger()

@@ -24,33 +24,16 @@ COMBINE_WARPS = 4
 
 @triton.jit
 def attend_splits_kernel(
-    q,
-    k_new,
-    v_new,
-    k_pool,
-    v_pool,
-    block_table,
-    cu_rows,
-    context_lens,
-    slot_mapping,
-    num_rows,
-    num_blocks,
+    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping,
+    num_rows, num_blocks,
     num_columns,  # of block_table
-    num_splits,
-    mixed_parts,
-    stat_parts,
+    num_splits, mixed_parts, stat_parts,
     k_pool_out,  # the same as k_pool: TensorRT passes every output
     v_pool_out,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    GROUP: tl.constexpr,
-    KV_BLOCK_SIZE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """Grid: (row tiles * num_splits, Hkv, B). Tensors of TensorRT are contiguous."""
     sequence = tl.program_id(2)
     first = tl.load(cu_rows + sequence)

@@ -42,7 +42,7 @@ def edit_json(path: Path, change: Callable[[dict], object]) -> None:
 
 def refuses(engine: Path, *words: str) -> None:
     with pytest.raises(ManifestError) as caught:
-        EngineManifest.load(engine)
+        EngineManifest.load(engine).verify_weights(engine)
     for word in words:
         assert word in str(caught.value)
 

@@ -22,7 +22,6 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import EngineMetrics
-from faser_backend.serving import loading
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
@@ -62,12 +61,11 @@ class LLM:
         """
         config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
         self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir(progress)
-        loading.log.info(loading.CHECKING)
         self.manifest = EngineManifest.load(self.engine_dir)
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)
         tokenizer = TextTokenizer.from_file(self.engine_dir / self.manifest.tokenizer.name, prompts)
-        engine, prepare = open_engine(self.engine_dir, config)
+        engine, prepare = open_engine(self.engine_dir, self.manifest, config)
         if on_step is not None:
             engine.step_runner.observers.append(on_step)
         name = self.engine_dir.resolve().name

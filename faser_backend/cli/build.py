@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, print_steps, takes
 from faser_backend.core.config import OptionTable, option
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from faser_backend.engines.tensorrt_buckets import SplitStreams, TensorRtOptions
     from faser_backend.manifest import EngineManifest
 
+Split = TypeVar("Split")
 MIB = 1 << 20
 FORMATS = "fp32|fp16|bf16|int8|int4"
 MIN_CONTEXT = 32  # a profile needs it
@@ -67,6 +68,16 @@ class BuildOptions(OptionTable):
     )
     compute_capability: str = option("", "Compile TensorRT-RTX engines for these GPUs, as 8.9,12.0.", TENSORRT)
 
+    # Each split adds three profiles to every engine.
+    splits: str | None = option(
+        None,
+        "Compile for these SM splits too, as 16/116,32/100.",
+        TENSORRT,
+        values="all|none|NAMES",
+        unset="the best guess",
+    )
+    pool_copies: Literal["refuse", "allow"] = option("refuse", "Refuse engines that copy KV pools, or allow.", TENSORRT)
+
     def check(self) -> None:
         """Raises ConfigError for a checkpoint that is not there, or an option that cannot apply."""
         _check_source("--target", str(self.target))
@@ -79,6 +90,8 @@ class BuildOptions(OptionTable):
             if (value := getattr(self, name)) not in (None, "") and self.runtime not in compiled:
                 flag = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} = {value}: applies to --runtime {' and '.join(compiled)} only")
+        if self.splits not in (None, "none") and (self.runtime != "tensorrt" or self.draft == NGRAM):
+            raise ConfigError(f"--splits = {self.splits}: applies to --runtime tensorrt with a draft model only")
 
 
 @takes(options=BuildOptions)
@@ -211,15 +224,28 @@ def _tensorrt_options(options: BuildOptions, handles: ExitStack) -> TensorRtOpti
 
     limits = options.model_dump(include={"max_num_seqs", "max_prefill_tokens", "max_context"}, exclude_none=True)
     capabilities = tuple(part.strip() for part in options.compute_capability.split(",") if part.strip())
-    streams = _open_split_streams(handles) if flavour == "full" else {}
-    return TensorRtOptions(CallLimits(**limits), capabilities, streams)
+    streams = _open_split_streams(options, handles) if flavour == "full" else {}
+    return TensorRtOptions(CallLimits(**limits), capabilities, streams, options.pool_copies == "allow")
 
 
-def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
-    """Opens a stream per SM split that a server will open on this GPU. Closed with `handles`.
+def chosen_splits(wanted: str | None, offered: Mapping[str, Split]) -> dict[str, Split]:
+    """Returns the splits that --splits names. offered: by name, the best guess first. Raises ConfigError."""
+    default = {None: list(offered)[:1], "all": list(offered), "none": []}
+    names = default[wanted] if wanted in default else [name.strip() for name in str(wanted).split(",")]
+    if unknown := [name for name in names if name not in offered]:
+        raise ConfigError(f"--splits = {unknown[0]}: this GPU offers {', '.join(offered) or 'none'}")
+    return {name: offered[name] for name in names}
 
-    Returns {} without green contexts, or if TensorRT cannot build for a split. Raises TensorRtError if TensorRT or a
-    GPU is missing.
+
+def _checkpoint_bytes(place: Path) -> int:
+    return sum(file.stat().st_size for file in ([place] if place.is_file() else place.glob("*.safetensors")))
+
+
+def _open_split_streams(options: BuildOptions, handles: ExitStack) -> dict[str, SplitStreams]:
+    """Opens a stream per SM split that --splits names on this GPU. Closed with `handles`.
+
+    Returns {} without green contexts or a draft, or if TensorRT cannot build for a split. Raises TensorRtError if
+    TensorRT or a GPU is missing.
     """
     from faser_backend.cuda.identity import load_driver
     from faser_backend.device.partition import split_name
@@ -229,18 +255,21 @@ def _open_split_streams(handles: ExitStack) -> dict[str, SplitStreams]:
 
     tensorrt = import_tensorrt("full")
     require_gpu(tensorrt.title)
-    if not tensorrt.has_profile_streams:  # older than 11
+    if not tensorrt.has_profile_streams or options.draft == NGRAM:
+        chosen_splits(options.splits, {})  # TensorRT older than 11 has none to offer
         return {}
     import torch
 
+    from faser_backend.cuda.runtime import best_first
     from faser_backend.cuda.streams import open_menu
 
     torch.cuda.init()
     opened = open_menu(torch.cuda, torch.cuda.current_device(), load_driver)
     handles.callback(opened.close)
-    if opened.choice.kind != "green_contexts":
-        return {}
+    splits = opened.menu.splits if opened.choice.kind == "green_contexts" else ()
+    sizes = _checkpoint_bytes(Path(options.draft)), _checkpoint_bytes(options.target)
+    offered = {split_name(*split): split for split in best_first(splits, *sizes)}
     return {
-        split_name(draft, target): SplitStreams(draft.stream.cuda_stream, target.stream.cuda_stream)
-        for draft, target in opened.menu.splits
+        name: SplitStreams(draft.stream.cuda_stream, target.stream.cuda_stream)
+        for name, (draft, target) in chosen_splits(options.splits, offered).items()
     }

@@ -57,8 +57,7 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
 class InputBlock:
     """Integer inputs of one call shape: `tensors` by name, all views of `block` on the device.
 
-    The block table comes last. If table_width is an input, the table's rows are packed, and a call uploads only as much
-    of it as its sequences need.
+    The block table comes last. If table_width is an input, its rows are packed, and a call uploads what it needs.
     """
 
     def __init__(self, inputs: Iterable[TensorSpec], bounds: CallBounds, device: torch.device) -> None:

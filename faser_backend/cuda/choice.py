@@ -1,9 +1,8 @@
 """Draws tokens from logits on a device: temperature, filters, noise, argmax and runners-up.
 
 It follows cpu/sampler.py and cpu/logits.py: ties go to the lowest id, and a filter keeps ties with the last token that
-it keeps. Values differ from the host's only in the last bits of a logarithm or exponential. Every row is processed
-independently of its batch. Nothing reads the device on the host or depends on values, so all of it may be captured in a
-graph.
+it keeps. Values differ from the host's only in the last bits of a logarithm or exponential. Rows are independent.
+Nothing reads the device on the host or depends on values, so all of it may be captured in a graph.
 """
 
 from __future__ import annotations

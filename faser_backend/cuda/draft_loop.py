@@ -18,14 +18,7 @@ from faser_backend.core.ports import DraftTokens
 from faser_backend.cpu.sampler import check_finite
 from faser_backend.cuda.buffers import NO_SLOT
 from faser_backend.cuda.call_shapes import CallBounds
-from faser_backend.cuda.choice import (
-    NUM_WORDS,
-    draw_draft,
-    packed_parameters,
-    perturbed,
-    unpacked,
-    unpacked_draws,
-)
+from faser_backend.cuda.choice import NUM_WORDS, draw_draft, packed_parameters, perturbed, unpacked, unpacked_draws
 from faser_backend.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.cuda.noise import TorchNoise
 from faser_backend.cuda.runner import CudaRunner

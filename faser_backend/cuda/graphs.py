@@ -1,17 +1,18 @@
 """CUDA graphs: launches that are captured once and replayed; and the errors after which a process must be restarted.
 
-A captured graph keeps the SMs of the stream that it was captured on, whatever stream replays it. So graphs belong to a
-runner, which has one share of the device. A graph also keeps the address of a cuBLAS workspace, which PyTorch frees as
-soon as any graph of that stream is destroyed. So all graphs, even those whose capture failed, live as long as their
-runner.
+A graph keeps the SMs of the stream that it was captured on, so it belongs to a runner, which has one share. It also
+keeps the address of a cuBLAS workspace, which PyTorch frees as soon as any graph of that stream is destroyed. So all
+graphs, even those whose capture failed, live as long as their runner.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -26,6 +27,18 @@ MAX_EAGER = 64  # cached calls of further shapes
 # While a stream is being captured, nothing may synchronise the whole device. The first allocations of another capture
 # can do that, so captures run one at a time.
 _CAPTURING = threading.Lock()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keeps garbage from being collected: freeing a tensor or a graph would call the driver and break the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _leave_pool(pool: Any) -> None:
@@ -58,7 +71,7 @@ class GraphCapturer:
             self._side_stream = self._side_stream or self._cuda.Stream()
             stream = self._side_stream
         try:
-            with _CAPTURING, self._cuda.stream(stream):
+            with _CAPTURING, _no_collection(), self._cuda.stream(stream):
                 self._capture(graph, launch)
         except Exception as error:
             self._failed.append(graph)

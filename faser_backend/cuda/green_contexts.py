@@ -1,8 +1,7 @@
 """Green contexts: disjoint groups of SMs, each with a stream, created once at start-up.
 
-One split call divides the device into groups of the smallest allowed size. The menu's splits are combinations of these
-groups, so the two shares of a split are disjoint. Sizes are read back from the driver, which is a parameter:
-`cuda.bindings.driver` or a fake.
+One split call divides the device into groups of the smallest allowed size, which the menu's splits combine into
+disjoint shares. The driver is a parameter: `cuda.bindings.driver` or a fake.
 """
 
 from __future__ import annotations
@@ -20,11 +19,7 @@ MIN_DRIVER = 12040  # CUDA 12.4 brought green contexts
 
 
 class DriverError(FaserError):
-    """A call of the driver failed or does not exist. status: the name of its CUresult, if any."""
-
-    def __init__(self, message: str, status: str = "") -> None:
-        super().__init__(message)
-        self.status = status
+    """A call of the driver failed or does not exist."""
 
 
 class GreenShare(NamedTuple):
@@ -46,7 +41,7 @@ class GreenSplits:
 
         Raises DriverError, with nothing left open, if the driver is too old, there are too few SMs or a call fails.
         """
-        self._driver = driver
+        self._driver, self._refusal = driver, ""
         with ExitStack() as stack:
             self._device = self._open_device(ordinal)
             whole = self._call("cuDeviceGetDevResource", self._device, sm_kind(driver))
@@ -54,8 +49,8 @@ class GreenSplits:
             groups, rest = self._split(whole)
             self.group_sms = int(groups[0].sm.smCount)
             self.splits = tuple(self._open_splits(groups, rest, stack))
-            used = max(draft.num_sms + target.num_sms for draft, target in self.splits)
-            self.note = f"{self.num_sms - used} SMs belong to no share" if used < self.num_sms else ""
+            used = min(draft.num_sms + target.num_sms for draft, target in self.splits)
+            self.note = f"{self.num_sms - used} SMs belong to no share{self._refusal}" if used < self.num_sms else ""
             self._handles = stack.pop_all()
 
     def close(self) -> None:
@@ -98,22 +93,23 @@ class GreenSplits:
         return splits
 
     def _open_target(self, groups: list[Any], rest: Any | None, stack: ExitStack) -> GreenShare:
-        """Opens a target's share with the rest, unless the driver refuses to join it to whole groups."""
+        """Opens a target's share with the rest, unless the driver fails to join it to whole groups."""
         if rest is not None:
             try:
                 return self._open_share([*groups, rest], stack)
             except DriverError as error:
-                if error.status != "CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION":
-                    raise
+                self._refusal = f" ({error})"
         return self._open_share(groups, stack)
 
     def _open_share(self, resources: list[Any], stack: ExitStack) -> GreenShare:
         description = self._call("cuDevResourceGenerateDesc", resources, len(resources))
-        context = self._call("cuGreenCtxCreate", description, self._device, DEFAULT_STREAM_FLAG)
-        stack.callback(self._call, "cuGreenCtxDestroy", context)
-        granted = self._call("cuGreenCtxGetDevResource", context, sm_kind(self._driver))
-        stream = self._call("cuGreenCtxStreamCreate", context, NON_BLOCKING, 0)
-        stack.callback(self._call, "cuStreamDestroy", stream)  # before its context
+        with ExitStack() as own:
+            context = self._call("cuGreenCtxCreate", description, self._device, DEFAULT_STREAM_FLAG)
+            own.callback(self._call, "cuGreenCtxDestroy", context)
+            granted = self._call("cuGreenCtxGetDevResource", context, sm_kind(self._driver))
+            stream = self._call("cuGreenCtxStreamCreate", context, NON_BLOCKING, 0)
+            own.callback(self._call, "cuStreamDestroy", stream)  # before its context
+            stack.callback(own.pop_all().close)
         return GreenShare(int(granted.sm.smCount), int(stream))
 
     def _call(self, name: str, *arguments: Any) -> Any:
@@ -131,8 +127,7 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
         reason = "no NVIDIA driver (libcuda.so.1)" if name == "cuInit" else f"{name}: {error}"
         raise DriverError(reason) from None
     if int(status) != 0:
-        status_name = str(getattr(status, "name", status))
-        raise DriverError(f"{name}: {status_name}", status_name)
+        raise DriverError(f"{name}: {getattr(status, 'name', status)}")
     return results[0] if len(results) == 1 else tuple(results)
 
 

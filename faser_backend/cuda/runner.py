@@ -34,7 +34,6 @@ from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
 from faser_backend.cuda.streams import SmPartition, on_share
 from faser_backend.cuda.transfer import to_device, upload
 from faser_backend.manifest import ModelEngine, TensorSpec
-from faser_backend.plugins.row_compaction import compact_rows
 
 JOIN, LAYER = 0, 1  # segments of a draft head
 
@@ -128,9 +127,7 @@ class CudaRunner:
     @on_share
     def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
         """See core.ports.ModelRunner."""
-        out = torch.empty((kept.shape[0], hidden.shape[1]), dtype=hidden.dtype, device=self._device)
-        compact_rows(hidden, to_device(kept, self._device), out)
-        return out
+        return torch.index_select(hidden, 0, to_device(kept, self._device))
 
     @on_share
     def capture_menu(self, num_candidates: int) -> None:
@@ -221,8 +218,7 @@ class CudaRunner:
         block_size = self.pool.kv_block_size
         num_bytes = inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))
         upload(
-            inputs.block[:num_bytes],
-            lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates),
+            inputs.block[:num_bytes], lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates)
         )
 
     def _open_call(self, index: int, bounds: CallBounds, store: TensorStore, *, captures: bool) -> _Call:

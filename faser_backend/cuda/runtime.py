@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +83,15 @@ class CudaRuntime:
             splits, self.splits_note = (), NO_DRAFT
         elif models.draft.spec.reads_target:
             splits, self.splits_note = (), DRAFTS_IN_TURN
-        self.splits = tuple(sorted(splits, key=lambda split: (_is_small(split), _imbalance(split, models))))
+        elif shares is not None and shares.choice.kind == "green_contexts":
+            all_splits, splits = splits, [s for s in splits if _has_profiles(models, split_name(*s))]
+            if len(splits) < len(all_splits):
+                found = ", ".join(split_name(*split) for split in splits) or "none, so every step is serial"
+                self.splits_note = f"{found} (the engines have no profiles for others: faser build --splits)"
+                _log.warning("SM splits: %s", self.splits_note)
+        if models.draft is not None:
+            splits = best_first(splits, models.draft.num_weight_bytes, models.target.num_weight_bytes)
+        self.splits = tuple(splits)
         self.needs_warm_up = shares is not None
 
     def free_bytes(self) -> int:
@@ -183,21 +191,26 @@ def first_products(device: torch.device, dtype: torch.dtype) -> None:
         torch.mm(rows, rows, out_dtype=torch.float32)
 
 
-def _is_small(split: tuple[Share, Share]) -> bool:
-    """Tells whether a share of the split is too small without a profile; a profile may still choose it."""
-    return isinstance(split[0], SmPartition) and min(share.size for share in split) < MIN_GUESSED_SMS
+def _has_profiles(models: ModelPair, split: str) -> bool:
+    """Tells whether every model can run on a split. TensorRT may crash on a green context without a profile."""
+    buckets = [model.segments[0].buckets for model in models.present]
+    return all(not each or split in {bucket.split for bucket in each} for each in buckets)
 
 
-def _imbalance(split: tuple[Share, Share], models: ModelPair) -> float:
-    """Returns the distance of the draft's share of SMs from its share of the bytes that an overlapped step reads.
+def best_first(splits: Iterable[tuple[Share, Share]], draft_bytes: int, target_bytes: int) -> list[tuple[Share, Share]]:
+    """Sorts splits by how near the draft's share of SMs is to its share of the bytes that an overlapped step reads.
 
-    With few rows both models are bound by reading weights, and SMs read in parallel.
+    With few rows both models are bound by reading weights. Shares that are too small without a profile are last.
     """
-    assert models.draft is not None
-    draft_bytes = USUAL_DRAFT_TOKENS * models.draft.num_weight_bytes
-    share_of_bytes = draft_bytes / max(draft_bytes + models.target.num_weight_bytes, 1)
-    draft, target = split
-    return abs(draft.size / (draft.size + target.size) - share_of_bytes)
+    read_bytes = USUAL_DRAFT_TOKENS * draft_bytes
+    share_of_bytes = read_bytes / max(read_bytes + target_bytes, 1)
+
+    def rank(split: tuple[Share, Share]) -> tuple[bool, float]:
+        draft, target = split
+        is_small = isinstance(draft, SmPartition) and min(draft.size, target.size) < MIN_GUESSED_SMS
+        return is_small, abs(draft.size / (draft.size + target.size) - share_of_bytes)
+
+    return sorted(splits, key=rank)
 
 
 def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:

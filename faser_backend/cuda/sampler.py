@@ -1,9 +1,8 @@
 """`TorchSampler`: draws tokens on the device; a few numbers per row reach the host, in one copy.
 
-Greedy rows, temperature, top-k, top-p and min-p run on the device. NumpySampler processes rows with rules (penalties,
-bias, min_tokens, bad words, grammars), which need earlier tokens, on copies of their logits. These arrive with the
-others' tokens, so a batch waits once. Every call uploads its rows' parameters (6 words) and positions. So the device
-has no state per slot that the streams of two lanes would have to synchronise.
+Rows with rules (penalties, bias, min_tokens, bad words, grammars), which need earlier tokens, are NumpySampler's, on
+copies of their logits, which arrive with the others' tokens: a batch waits once. Every call uploads its rows'
+parameters (6 words), so the device has no state per slot that the streams of two lanes would have to synchronise.
 """
 
 from __future__ import annotations
@@ -54,12 +53,7 @@ class TorchSampler:
         return self._host.failures
 
     def add(
-        self,
-        slot: int,
-        sampling: Sampling,
-        token_ids: np.ndarray,
-        num_prompt_tokens: int,
-        end_ids: tuple[int, ...],
+        self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
     ) -> None:
         self._host.add(slot, sampling, token_ids, num_prompt_tokens, end_ids)
 

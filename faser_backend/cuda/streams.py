@@ -87,8 +87,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 def on_share(method: Method) -> Method:
     """Makes a method queue its work on its object's share, on any thread, through the object's `on_share`.
 
-    A serial step may use a split's runner from the stepping thread, whose stream is the whole device's. The work must
-    still run on the share, and so must captures, because a graph keeps the SMs of its stream.
+    A serial step may use a split's runner from the stepping thread, and a graph keeps the SMs of its capture's stream.
     """
 
     @wraps(method)
@@ -101,10 +100,7 @@ def on_share(method: Method) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class SmMenu:
-    """The shares of one GPU, and how they were made. It owns green contexts.
-
-    `close` it when no work runs on the shares of splits; it may be called again.
-    """
+    """The shares of one GPU, and how they were made. `close` destroys green contexts; no work may run on them."""
 
     menu: PartitionMenu[SmPartition]
     choice: PartitionChoice
@@ -173,14 +169,11 @@ def _logged(menu: SmMenu) -> SmMenu:
 class StreamLanes:
     """Two threads, each queueing on the stream of its share of one GPU; implements core.ports.Lanes.
 
-    The host is synchronous, but streams do not wait for each other by themselves. So a run of both lanes is a fork and
-    a join of streams. Work that the calling thread queued before (prompts in the KV pools, sampling parameters, hidden
-    rows and logits of a serial step) is ordered before all work of both lanes. All work of both lanes is ordered before
-    work that the calling thread queues afterwards (log-probabilities, the next step on the whole device, the next
-    fork). Between fork and join a lane uses only its own model's pool. The stepping thread queues all other work of the
-    engine on the stream of the whole device. So any two uses of a pool are ordered, whatever their partitions. Memory
-    that torch reuses is ordered too: it is freed and reused on one side of a fork or join. The host never waits for
-    this.
+    A run of both lanes is a fork and a join of streams, for which the host never waits. Work that the calling thread
+    queued before (prompts, sampling parameters, rows and logits of a serial step) is ordered before all work of both
+    lanes, and that before what the calling thread queues afterwards. Between fork and join a lane uses only its own
+    model's pool; the stepping thread queues all other work on the stream of the whole device. So any two uses of a
+    pool, and of memory that torch reuses, are ordered, whatever their partitions.
     """
 
     def __init__(self, draft: SmPartition, target: SmPartition) -> None:

@@ -1,9 +1,8 @@
 """`TensorRtPrograms`: the programs of runtimes "tensorrt" and "tensorrt_rtx", over segments that TensorRT compiled.
 
-`EngineStore` deserialises each engine file once for all shares, reports why one is refused, and creates execution
-contexts that use the caller's memory. Each prepared call has a separate context whose shapes and addresses are set
-once, because a captured graph is valid only while its context does not change. Calls too large for graphs share one
-context. All contexts of a model share activation memory, because its calls are serial.
+`EngineStore` deserialises each engine file once for all shares. Each prepared call has a separate execution context
+whose shapes and addresses are set once, because a captured graph is valid only while its context does not change.
+Calls too large for graphs share one. All contexts of a model share activation memory, because its calls are serial.
 """
 
 from __future__ import annotations
@@ -33,17 +32,6 @@ from faser_backend.runtime_spec import RUNTIMES
 logger = logging.getLogger(__name__)
 
 ALIGNMENT = 256  # bytes, of activation memory
-# Messages for the diagnostics of `get_engine_validity`, the most important first.
-DIAGNOSTICS = {
-    "MALFORMED_ENGINE": "is damaged, or no engine of this flavour of TensorRT; build it again",
-    "VERSION_MISMATCH": "was built by another version of TensorRT; build it again",
-    "UNSUPPORTED_CC": "was not built for this GPU's compute capability; build it again with that capability",
-    "OLD_CUDA_DRIVER": "needs a newer CUDA driver",
-    "OLD_CUDA_RUNTIME": "needs a newer CUDA runtime",
-    "INSUFFICIENT_GPU_MEMORY": "does not fit into the GPU's free memory",
-    "CUDA_ERROR": "cannot be checked: the CUDA driver or runtime does not work here",
-}
-NO_DEVICE = "cannot be loaded: there is no GPU here, or no CUDA driver that works"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +141,6 @@ class EngineStore:
                 os.replace(partial, path)
             except OSError as error:  # an engine directory may be read-only
                 logger.warning("%s: compiled kernels cannot be stored (%s); each start recompiles them", path, error)
-
         self._configs.clear()
         self._caches.clear()
         self._files.clear()
@@ -178,13 +165,13 @@ class EngineStore:
         if self.tensorrt.has_engine_validity:
             diagnostics = int(self._runtime.get_engine_validity(content)[1])
             self.log.take_errors()
-            members = self.tensorrt.module.EngineInvalidityDiagnostics.__members__
-            for name, text in DIAGNOSTICS.items():
-                if name in members and diagnostics & int(members[name]):
-                    return text
+            members = self.tensorrt.module.EngineInvalidityDiagnostics.__members__.items()
+            if names := [name for name, bit in members if diagnostics & int(bit)]:
+                return f"is refused ({', '.join(names)}); build it again with this TensorRT for this GPU"
         if any("cudaError" in error for error in errors):
-            return NO_DEVICE
-        return DIAGNOSTICS["MALFORMED_ENGINE"] if any("Serialization" in error for error in errors) else "is refused"
+            return "cannot be loaded: there is no GPU here, or no CUDA driver that works"
+        is_damaged = any("Serialization" in error for error in errors)
+        return "is damaged, or no engine of this flavour of TensorRT; build it again" if is_damaged else "is refused"
 
     def _rtx_config(self, file: EngineFile, strategy: Any, is_captured: bool) -> Any:
         """Returns a configuration of RTX, with its own graphs off.
@@ -266,10 +253,7 @@ class TensorRtPrograms:
 
 
 def profiles_of_split(buckets: Sequence[BucketSpec], split: str) -> list[int] | None:
-    """Returns the indices of the profiles for a share of this split: the split's, else those of no split.
-
-    Returns None, for any profile, if the manifest has no buckets.
-    """
+    """Returns the profiles for a share: its split's, else those of no split; None, for any, without buckets."""
     own = [index for index, bucket in enumerate(buckets) if bucket.split == split]
     return (own or [index for index, bucket in enumerate(buckets) if not bucket.split]) if buckets else None
 

@@ -1,8 +1,7 @@
 """Copies small arrays to the device and results back, ordered with the current stream only.
 
-Pinned memory comes from torch's cache, which reuses a buffer only after the copies queued from it have run. So buffers
-need no owner, and threads with different streams do not disturb each other. On a torch CPU device the functions just
-copy.
+Pinned memory comes from torch's cache, which reuses a buffer only after the copies queued from it have run: buffers
+need no owner, whatever the threads and streams. On a torch CPU device the functions just copy.
 """
 
 from __future__ import annotations

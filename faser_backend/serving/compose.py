@@ -34,6 +34,9 @@ from faser_backend.serving.warm_up import warm_up
 _log = logging.getLogger(__name__)
 
 
+MIN_CONTEXT = 256  # tokens; less is of no use to anyone
+
+
 class SystemClock:
     """The monotonic clock of this machine."""
 
@@ -45,15 +48,12 @@ SYSTEM_CLOCK = SystemClock()
 
 
 def open_engine(
-    engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
+    engine_dir: Path, manifest: EngineManifest, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
 ) -> tuple[Engine, Callable[[], None]]:
-    """Checks and loads an engine directory. Returns the engine, and a function that prepares it.
+    """Checks and loads the weights of an engine directory. Returns the engine, and a function that prepares it.
 
     The thread that steps the engine calls that function once, first. Raises ManifestError or ConfigError.
     """
-    loading.log.info(loading.CHECKING)
-    manifest = EngineManifest.load(engine_dir)
-    loading.log.info("loading weights and kernels")
     with ExitStack() as stack:
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)
@@ -65,7 +65,7 @@ def open_engine(
 
 def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
     """Opens an engine for the calling thread to step. Raises ManifestError, ConfigError, and FaserError on warm-up."""
-    engine, prepare = open_engine(engine_dir, config, clock)
+    engine, prepare = open_engine(engine_dir, EngineManifest.load(engine_dir), config, clock)
     return _prepared(engine, prepare)
 
 
@@ -140,14 +140,10 @@ def assemble_on(
     runtime.bind_step_thread()  # steps read the memory that is loaded here
     num_partitions = 1 + sum(split_name(*split) in policy.partitions for split in runtime.splits)
     num_blocks = choose_num_blocks(runtime, models, config, num_partitions)
+    max_context = clipped_context(models.max_context, num_blocks * runtime.kv_block_size)
     sampler = runtime.open_sampler(models.vocab_size, config.max_num_seqs)
     partitions, close_partitions = open_partitions(
-        runtime,
-        models,
-        sampler,
-        num_blocks=num_blocks,
-        names=policy.partitions,
-        is_drafting=policy.is_drafting,
+        runtime, models, sampler, num_blocks=num_blocks, names=policy.partitions, is_drafting=policy.is_drafting
     )
 
     def close() -> None:
@@ -161,7 +157,7 @@ def assemble_on(
         lambda times, block_tables: make_proposer(models, config, sampler, times, block_tables),
         num_blocks,
         runtime.kv_block_size,
-        Limits(models.vocab_size, models.max_context),
+        Limits(models.vocab_size, max_context),
         bind_thread=runtime.bind_step_thread,
         close=close,
         is_fatal=runtime.is_fatal,
@@ -213,6 +209,7 @@ class _Opener:
     stack: ExitStack
 
     def runner(self, model: ModelEngine, share: Any, pool: Any) -> OpenRunner:
+        loading.log.info(f"loading weights and kernels: a model of {loading.size_text(model.num_weight_bytes)}")
         runner = self.runtime.open_runner(model, share, pool)
         self.stack.callback(runner.close)
         return runner
@@ -253,26 +250,28 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
 
 
 def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConfig, num_partitions: int = 1) -> int:
-    """Returns blocks for max_num_seqs full contexts, or as many as fit the memory that the runtime leaves.
+    """Returns num_kv_blocks, else blocks for max_num_seqs full contexts, or as many as the runtime's memory holds.
 
-    Raises ConfigError if not even one full context fits, which could deadlock.
+    Raises ConfigError if they hold fewer than MIN_CONTEXT tokens; below a full context, `clipped_context` applies.
     """
-    size = runtime.kv_block_size
-    one_context = -(-models.max_context // size)
+    size, least = runtime.kv_block_size, min(models.max_context, MIN_CONTEXT)
     kv_bytes = runtime.kv_bytes(num_partitions, config)
-    if config.num_kv_blocks is not None:
-        if config.num_kv_blocks < one_context:
-            raise ConfigError(
-                f"num_kv_blocks = {config.num_kv_blocks}: "
-                f"one context of {models.max_context} tokens needs at least {one_context} blocks of {size}"
-            )
-        return config.num_kv_blocks
-    block_bytes = sum(runtime.bytes_per_block(model.spec) for model in models.present)
-    fitting = kv_bytes // block_bytes
-    if fitting < one_context:
-        raise ConfigError(
-            f"free memory of {runtime.free_bytes() >> 20} MiB leaves {kv_bytes >> 20} MiB for KV blocks: one context "
-            f"of {models.max_context} tokens needs {one_context * block_bytes / 2**20:.0f} MiB; "
-            "set num_kv_blocks to override"
+    num_blocks, origin = config.num_kv_blocks, ""
+    if num_blocks is None:
+        fitting = kv_bytes // sum(runtime.bytes_per_block(model.spec) for model in models.present)
+        num_blocks = min(config.max_num_seqs * -(-models.max_context // size), fitting)
+        origin = f" in {kv_bytes >> 20} MiB, of {runtime.free_bytes() >> 20} MiB of free memory"
+    if num_blocks < -(-least // size):
+        needed = f"one context of {least} tokens needs at least {-(-least // size)} blocks of {size}"
+        raise ConfigError(f"num_kv_blocks = {num_blocks}{origin}: {needed}")
+    return num_blocks
+
+
+def clipped_context(max_context: int, num_tokens: int) -> int:
+    """Returns the context of requests: a longer one than all KV blocks hold, num_tokens, could never be served."""
+    if num_tokens < max_context:
+        loading.log.warning(
+            f"context: the models' {max_context} tokens do not fit; requests are limited to the {num_tokens} tokens of "
+            "all KV blocks: free memory, choose smaller models, or set --num-kv-blocks"
         )
-    return min(config.max_num_seqs * one_context, fitting)
+    return min(max_context, num_tokens)

@@ -42,7 +42,7 @@ def demo_engine_dir(
     with (cache / f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when the process dies
         try:
-            EngineManifest.load(directory)
+            EngineManifest.load(directory).verify_weights(directory)
         except ManifestError:
             from faser_backend.engines.build import build_engines  # build-time code, imported only if needed
 

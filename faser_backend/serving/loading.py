@@ -18,6 +18,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 CHECKING = "checking the engine's files"
 LOADING_FILE = "faser-loading"  # in a server's launch folder: the phase of its engine
+DETAIL_S = 10.0  # between two lines on one phase
 log = logging.getLogger("faser.loading")
 
 
@@ -33,9 +34,10 @@ class _Calls(logging.Handler):
 class PhaseDisplay:
     """Prints a line per phase: on a terminal with its duration, elsewhere with its start time."""
 
-    def __init__(self, log_line: Callable[[str], None] | None = None) -> None:
-        """log_line: receives the lines instead, without times."""
-        self._start_s, self._now, self._log_line = time.monotonic(), "", log_line
+    def __init__(self, log_line: Callable[[str], None] | None = None, detail_s: float = DETAIL_S) -> None:
+        """log_line: receives the lines instead, without times. detail_s: time between two lines on one phase."""
+        self._start_s, self.now, self._log_line = time.monotonic(), "", log_line
+        self._shown_s, self._detail_s = self._start_s, detail_s
         columns = SpinnerColumn(finished_text=" "), TimeElapsedColumn(), TextColumn("{task.description}")
         console = Console(stderr=True)
         self._live = Progress(*columns, console=console) if console.is_terminal and log_line is None else None
@@ -43,11 +45,15 @@ class PhaseDisplay:
             self._live.start()
 
     def begin(self, what: str) -> None:
-        """Begins a phase and ends the one before. Does nothing if it is the current phase."""
-        if what == self._now:
+        """Begins a phase, "name" or "name: progress", and ends the one before. Of one name, only progress is shown."""
+        is_same = what.partition(": ")[0] == self.now.partition(": ")[0]
+        if what == self.now or (is_same and self._live is None and time.monotonic() - self._shown_s < self._detail_s):
+            return
+        self.now, self._shown_s = what, time.monotonic()
+        if self._live is not None and is_same:
+            self._live.update(self._live.tasks[-1].id, description=escape(what))
             return
         self._finish()
-        self._now = what
         if self._live is not None:
             self._live.add_task(escape(what), total=1)
         elif self._log_line is not None:
@@ -63,6 +69,10 @@ class PhaseDisplay:
     def _finish(self) -> None:
         if self._live is not None and self._live.tasks:
             self._live.update(self._live.tasks[-1].id, completed=1)
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
 @contextmanager

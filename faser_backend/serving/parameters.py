@@ -24,6 +24,8 @@ TRITON_URL = Option("Connect to Triton's gRPC port at HOST:PORT.")
 ADMIN_KEY_FILE = Option(
     "Read the key of Triton's administration from this file.", ACCESS, unset="administration is closed"
 )
+# 64 GB at 1 GB/s, hashed and loaded, take 128 s; kernels, graphs and the warm-up are left 472 s.
+START_TIMEOUT_S = 600.0
 _UNSET = re.compile(r"\$\{\w+\}")
 
 
@@ -95,6 +97,7 @@ class ServeOptions(OptionTable):
         "inflight_batcher", "Choose the names of models and tensors.", CONTRACT
     )
     decoupled: bool = option(True, "Use for streaming clients; unary gRPC clients need --no-decoupled.", CONTRACT)
+    start_timeout: float = option(START_TIMEOUT_S, "Wait this many seconds for the engine to start.", SERVER, ge=1)
     hang_timeout: float = option(10.0, "Kill processes stuck for this many seconds; 0: never.", SERVER, ge=0)
     openai_port: int | None = option(None, "Serve OpenAI's API on this port too.", OPENAI)
 
@@ -118,6 +121,7 @@ class OpenAIOptions(PromptOptions):
     """The options of the OpenAI server, which `faser openai` starts, or `faser serve` beside Triton."""
 
     triton: str = option("127.0.0.1:8001", TRITON_URL)
+    served_context: int | None = option(None, "Limit requests to this many tokens.", unset="the models' context", ge=1)
     triton_metrics: str | None = option(None, "Answer /metrics from Triton's metrics at HOST:PORT.")
     port: int = option(9000, "Listen on this port.")
     host: str = option("127.0.0.1", HOST, section=OPENAI)

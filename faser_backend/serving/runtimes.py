@@ -5,6 +5,11 @@ GPU runtimes are imported only when they are opened, so an engine on a CPU never
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
+import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +19,23 @@ from faser_backend.cpu.runtime import cpu_identity, open_llvm
 from faser_backend.device.runtime import Runtime
 from faser_backend.manifest import EngineManifest
 from faser_backend.runtime_spec import RUNTIMES
+from faser_backend.serving import loading
 
+HEADER_SCHEME = "posix_prefix"  # Triton-language's, even if a distribution's default is another
 MIN_TABLE_BLOCKS = 8  # a GPU's block tables have 8, 16, 32, ... columns
 
 AnyRuntime = Runtime[Any, Any]
 
 
 def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> AnyRuntime:
-    """Opens the device for an engine directory. Raises ConfigError if its runtime cannot run here."""
+    """Verifies weights and opens the device. Raises ManifestError, or ConfigError if the runtime cannot run here."""
+
+    def report(done: int, total: int) -> None:
+        loading.log.info(f"{loading.CHECKING}: {loading.size_text(done)} of {loading.size_text(total)}")
+
+    check_device(manifest.runtime)
+    manifest.verify_weights(engine_dir, is_full=config.verify == "full", report=report)
+    loading.log.info("loading weights and kernels")
     spec = manifest.runtime_spec
     if spec.is_cpu:
         return open_llvm(engine_dir, manifest, config)
@@ -33,6 +47,31 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
             f"pip install 'faser-backend[{spec.extra}]' ({error})"
         ) from error
     return open_cuda_runtime(engine_dir, manifest, config)
+
+
+def check_kernel_compiler() -> str:
+    """Returns the C compiler with which Triton-language builds the launchers of kernels. Raises ConfigError."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths(HEADER_SCHEME)["include"], "Python.h")
+    python = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+    if packages := ["gcc"] * (not compiler) + [python] * (not header.is_file()):
+        needed = f"a C compiler (gcc, clang or $CC) and {header}"
+        raise ConfigError(f"Triton-language needs {needed}; apt-get install {' '.join(packages)}")
+    return f"{compiler}, {header}"
+
+
+def check_device(runtime: str) -> None:
+    """Raises ConfigError if kernels must be compiled for a GPU here and cannot be."""
+    if not RUNTIMES[runtime].is_cpu and has_driver():
+        check_kernel_compiler()
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def identity_of(runtime: str) -> dict[str, str | int]:

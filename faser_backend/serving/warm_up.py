@@ -19,6 +19,7 @@ from faser_backend.core.ports import Partition
 from faser_backend.core.request import FinishReason, Limits, Request, Sampling
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
+from faser_backend.serving.loading import log
 
 _log = logging.getLogger(__name__)
 NUM_TOKENS = 24  # per answer: some steps of each policy, because the second call of a shape captures it
@@ -30,7 +31,9 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     """Captures graphs and runs the batches on the calling thread. Raises FaserError if a step fails."""
     start = time.perf_counter()
     engine.bind_thread()
-    capture_menus(engine.step_runner.partitions.values(), max_num_seqs)
+    for name, partition in engine.step_runner.partitions.items():
+        log.info(f"compiling kernels and capturing graphs: {engine.metrics().num_graphs} graphs, now for {name}")
+        capture_menus([partition], max_num_seqs)
     captured_s = time.perf_counter() - start
     observers = engine.step_runner.observers[:]
     engine.step_runner.observers.clear()
@@ -38,6 +41,7 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     try:
         for batch in warm_up_batches(engine.limits, max_num_seqs, max_prefill_tokens):
             num_batches += 1
+            log.info(f"warming up: batch {num_batches}, {len(batch)} requests")
             for request in batch:
                 engine.submit(request)
             while engine.has_work:

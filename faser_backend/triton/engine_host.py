@@ -8,6 +8,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.drafting import served_models
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.served_model import ServedModel
@@ -42,7 +43,7 @@ class EngineHost:
             adds_special_tokens=options.add_special_tokens,
         )
         self._tokenizer = SeparateTokenizer(folder / manifest.tokenizer.name, prompts)
-        engine, prepare = open_engine(engine_dir, config)
+        engine, prepare = open_engine(engine_dir, manifest, config)
         self.handshake = Handshake(
             ServedModel.of(folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes),
             max_queue_size=config.max_queue_size,
@@ -51,6 +52,7 @@ class EngineHost:
             cancellation_period_s=min(options.cancellation_check_period_ms, 100) / 1e3,
             takes_stop_requests=options.stop_requests != "off",
         )
+        self.is_clipped = engine.limits.max_context < served_models(manifest, config).max_context
         self.loop = EngineLoop(
             engine,
             prepare=prepare,

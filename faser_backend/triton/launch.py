@@ -24,9 +24,11 @@ from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_logger
 from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import die_with_parent
+from faser_backend.serving.runtimes import check_device
 from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
 from faser_backend.triton.heartbeat import HangWatch
+from faser_backend.triton.launch_folder import CONTEXT_FILE
 from faser_backend.triton.model_configs import CONTRACTS
 from faser_backend.triton.server import DRAIN_S, ERROR_REPLY_S, TritonServer
 
@@ -48,6 +50,7 @@ def check_engine(
         check_template(read_template(chat_template_file))
     directory = engine_dir or demo_engine_dir(progress)
     manifest = EngineManifest.load(directory)
+    check_device(manifest.runtime)
     models = served_models(manifest, config)
     drafts_apart = models.draft is not None and not models.draft.spec.reads_target
     split = WHOLE if drafts_apart else None  # only devices list the real splits
@@ -75,15 +78,19 @@ def serve_until_signalled(
         signal.signal(number, note)
     with TritonServer(options, parameters) as server, contextlib.ExitStack() as stack:
         phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(log, "INFO")))
-        phases.begin(launching := f"starting Triton Inference Server, log in {server.log_file}")
+        phases.begin(f"starting Triton Inference Server, log in {server.log_file}")
 
         def is_over() -> bool:
             with contextlib.suppress(OSError):  # the engine does not load yet
-                phases.begin((server.log_file.parent / LOADING_FILE).read_text() or launching)
+                phases.begin((server.log_file.parent / LOADING_FILE).read_text() or phases.now)
             return is_signalled.is_set()
 
         server.wait_ready(should_stop=is_over)
         openai_server = None
+        with contextlib.suppress(OSError):
+            context = (server.log_file.parent / CONTEXT_FILE).read_text()
+            log("WARNING", f"context clipped to {context} tokens, which fit the memory; see --num-kv-blocks")
+            openai = openai and [*openai, f"--served-context={context}"]
         if openai is not None and not is_signalled.is_set():
             phases.begin("starting OpenAI's API")
             openai_server = OpenAIProcess(openai)

@@ -33,7 +33,7 @@ from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.frontend import Frontend, InflightBatcherContract, LongTexts
 from faser_backend.triton.heartbeat import Heartbeat
-from faser_backend.triton.launch_folder import drain_when_asked
+from faser_backend.triton.launch_folder import CONTEXT_FILE, drain_when_asked
 from faser_backend.triton.link import LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
@@ -214,7 +214,7 @@ class TextModel(ServingModel):
         except (FaserError, OSError, EOFError) as error:
             self._failure = str(error)
         self._is_ready.set()
-        while self._failure is None and not self._is_closing.wait(FOLLOW_POLL_S):
+        while not self._is_closing.wait(FOLLOW_POLL_S):  # even after a failure: large models load for minutes
             if socket_id(self._socket) not in ((), self._socket_id):
                 self._reconnect()
 
@@ -225,6 +225,9 @@ class TextModel(ServingModel):
             _log.warning("a new engine cannot be reached yet: %s", error)
             return
         with self._serving:
+            if self._failure is not None:  # the first engine, late
+                self._frontend, self._beat, self._failure = fresh, beat, None
+                return
             old, self._frontend, old_beat, self._beat = self._frontend, fresh, self._beat, beat
         old.drain()
         old.close()
@@ -276,6 +279,8 @@ class EngineModel(ServingModel):
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None
         handshake = self._host.handshake
+        if self._host.is_clipped:
+            (folder / CONTEXT_FILE).write_text(str(handshake.model.limits.max_context))
         self._frontend = Frontend(
             self._host.loop.subscribe(),
             handshake,

@@ -151,11 +151,13 @@ class TritonServer:
         self._reader = threading.Thread(target=self._read_log, name="server-log", daemon=True)
         self._reader.start()
 
-    def wait_ready(self, timeout_s: float = 180.0, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def wait_ready(self, timeout_s: float | None = None, *, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Waits until the server is ready, or until should_stop returns true.
 
-        Raises ConfigError with the reason from the log if the server ends or takes longer than timeout_s.
+        Raises ConfigError with the reason from the log if the server ends, or takes longer than
+        timeout_s, by default --start-timeout.
         """
+        timeout_s = self.options.start_timeout if timeout_s is None else timeout_s
         url = f"http://{self.options.host}:{self.options.http_port}/v2/health/ready"
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and not should_stop():
@@ -173,7 +175,7 @@ class TritonServer:
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
         if not should_stop():
-            raise ConfigError(f"the server was not ready within {timeout_s:.0f} s: {self.failure_reason()}")
+            raise ConfigError(f"not ready within --start-timeout {timeout_s:.0f} s: {self.failure_reason()}")
 
     def failure_reason(self) -> str:
         """Returns the engine's own error if the log has one, else the end of the log."""

@@ -57,13 +57,13 @@ def _properties() -> dict[str, Any]:
 
 
 def _run_kernel() -> str:
-    """Runs the row compaction kernel, the smallest one."""
+    """Runs the kernel of a gated MLP, the smallest one."""
     import torch
 
-    from faser_backend.plugins.row_compaction import compact_rows
+    from faser_backend.plugins.gated_silu import gated_silu
 
-    hidden, kept = torch.randn(8, 64, device="cuda"), torch.tensor([1, 5], device="cuda")
-    out = torch.empty(2, 64, device="cuda")
-    compact_rows(hidden, kept, out)
-    assert torch.equal(out, hidden[kept]), "the kernel ran, and its result is wrong"
+    gate_up, out = torch.randn(8, 128, device="cuda"), torch.empty(8, 64, device="cuda")
+    gated_silu(gate_up, out)
+    expected = torch.nn.functional.silu(gate_up[:, :64]) * gate_up[:, 64:]
+    assert torch.allclose(out, expected, atol=1e-5), "the kernel ran, and its result is wrong"
     return "ran"

@@ -25,7 +25,6 @@ from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
-from faser_backend.plugins.row_compaction import compact_rows
 
 NUM_CASES = 24  # of each type
 # Largest difference from the float32 reference, relative to 1 + its size. Products of float32 are exact in the kernel;
@@ -93,12 +92,6 @@ def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> floa
     out = torch.empty(num_rows, num_candidates, device=device)
     error = _compare(exit_scores, reference.exit_scores, (hidden, head, candidates), out)
     return error / math.sqrt(hidden_size)  # a sum of this many products of unit normals
-
-
-def _check_compaction(name: str, device: str, rng: np.random.Generator) -> float:
-    hidden = _random_rows(name, device, rng, int(rng.choice(WIDTHS)))
-    kept = torch.tensor(np.flatnonzero(rng.random(len(hidden)) < 0.6), device=device)
-    return _compare(compact_rows, reference.compact_rows, (hidden, kept), hidden[: len(kept)])
 
 
 def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
@@ -175,7 +168,6 @@ def _compare(
 CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
     "pruned_chunk_attention": _check_attention,
     "exit_scores": _check_exit_scores,
-    "compact_rows": _check_compaction,
     "write_kv": _check_kv_write,
     "add_rms_norm": _check_norm,
     "rotate_heads": _check_rotation,

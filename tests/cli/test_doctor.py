@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from numba.core import caching
 
 from faser_backend.cli.doctor import Finding, examine
+from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.kernels import attention
 from faser_backend.cuda.green_contexts import DriverError
 from faser_backend.cuda.identity import GpuFacts, gpu_facts, gpu_identity
 from faser_backend.lab import environment
+from faser_backend.serving import runtimes
+from faser_backend.serving.runtimes import check_kernel_compiler
 from tests.support.fake_cuda import FakeDriver, Status
 
 
@@ -95,6 +100,37 @@ def test_where_kernels_are_kept_and_that_numba_is_needed(monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "numba", None)
     finding = found_with(FakeDriver(132))["CPU kernels"]
     assert not finding.is_ok and finding.is_needed and "numba" in finding.detail
+
+
+def test_what_kernels_of_gpus_are_compiled_with(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_paths", lambda *_, **__: {"include": str(tmp_path)})
+    monkeypatch.setenv("CC", "my-cc")
+    (tmp_path / "Python.h").touch()
+    assert check_kernel_compiler() == f"my-cc, {tmp_path / 'Python.h'}"
+    monkeypatch.setattr(runtimes, "has_driver", lambda: True)
+    runtimes.check_device("torch")
+    (tmp_path / "Python.h").unlink()
+    with pytest.raises(ConfigError, match=r"apt-get install python3\.\d+-dev$"):
+        runtimes.check_device("torch")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = found_with(FakeDriver(132))["kernel compiler"]
+    assert not found.is_ok and not found.is_needed and "apt-get install gcc python3." in found.detail
+    runtimes.check_device("llvm")
+    monkeypatch.setattr(runtimes, "has_driver", lambda: False)
+    runtimes.check_device("torch")
+
+
+@pytest.mark.parametrize("num_failed", [0, 3])
+def test_captures_that_failed_are_those_of_the_server_s_metrics(monkeypatch, num_failed: int) -> None:
+    lines = [
+        f'nv_trt_llm_cuda_graph_metrics{{cuda_graph_type="{name}",model="tensorrt_llm",version="1"}} {count}'
+        for name, count in (("captured", 84), ("failed_captures", num_failed))
+    ]
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO("\n".join(lines).encode()))
+    found = found_with(FakeDriver(132))["CUDA graphs"]
+    assert found.is_ok == (num_failed == 0) and "84 captured" in found.detail
+    assert ("3 failed: those calls run without, slower" in found.detail) == (num_failed == 3)
 
 
 def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

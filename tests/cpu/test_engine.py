@@ -117,6 +117,7 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_info
 from faser_backend.core.config import EngineConfig
+from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import open_engine
 
 numpys = {each["filepath"] for each in threadpool_info()}  # other packages bring libraries of their own
@@ -125,7 +126,7 @@ def threads():
     return max(each["num_threads"] for each in threadpool_info() if each["filepath"] in numpys)
 
 before = threads()
-engine, _ = open_engine(Path(sys.argv[1]), EngineConfig.from_options())
+engine, _ = open_engine(Path(sys.argv[1]), EngineManifest.load(Path(sys.argv[1])), EngineConfig.from_options())
 print(before, threads())
 engine.close()
 """

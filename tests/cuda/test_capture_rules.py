@@ -5,6 +5,7 @@ The code that they replaced breaks them.
 
 from __future__ import annotations
 
+import gc
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -217,6 +218,19 @@ class TestFailedCaptures:
                 capturer.capture(launch, "a call")
         machine.product()
         assert machine.broken == ["memory was taken from the pool of a failed capture"]
+
+    def test_garbage_is_collected_before_and_after_a_capture_only(self) -> None:
+        machine, collecting = self.machine(), []
+        capturer = MachineCapturer(machine, GraphCounts())
+        capturer.capture(lambda: collecting.append(gc.isenabled()), "a good call")
+        capturer.capture(lambda: (collecting.append(gc.isenabled()), self.waiting(machine, [])), "a call that waits")
+        assert collecting == [False, False] and gc.isenabled() and capturer.counts.num_failed_captures == 1
+        gc.disable()  # a program's own choice stays
+        try:
+            capturer.capture(machine.product, "another")
+            assert not gc.isenabled()
+        finally:
+            gc.enable()
 
     def test_an_error_that_stays_is_raised(self) -> None:
         machine = self.machine()

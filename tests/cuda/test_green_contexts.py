@@ -36,7 +36,7 @@ CALLS = [
             "cuGreenCtxGetDevResource",
             "cuGreenCtxStreamCreate",
         )
-        for number in (1, 2, 5, 8)
+        for number in (1, 3, 5, 7)  # shares of drafts: those of targets fall back
     ],
 ]
 
@@ -79,7 +79,20 @@ def test_splits_use_every_sm_once(num_sms: int, smallest: int, expected: list[st
 def test_sms_that_cannot_be_joined_are_left_out_and_told() -> None:
     driver = FakeDriver(132, 8, joins_rest=False)
     green = GreenSplits(driver, 0)
-    assert names_of(green) == ["8/120", "16/112", "32/96", "64/64"] and green.note == "4 SMs belong to no share"
+    assert names_of(green) == ["8/120", "16/112", "32/96", "64/64"]
+    assert green.note.startswith("4 SMs belong to no share (cuDev") and "INVALID_RESOURCE_CONFIGURATION)" in green.note
+    green.close()
+    assert not driver.contexts and not driver.streams
+
+
+@pytest.mark.parametrize("status", [Status.CUDA_ERROR_OUT_OF_MEMORY, Status.CUDA_ERROR_NOT_SUPPORTED])
+@pytest.mark.parametrize("name", [name for name, number in CALLS if number == 7])
+def test_any_error_of_joining_them_leaves_them_out_with_its_reason(name: str, status: Status) -> None:
+    driver = FakeDriver(132, 8, fails_at=(name, 2), status=status)  # the first target's
+    green = GreenSplits(driver, 0)
+    assert names_of(green) == ["8/120", "16/116", "32/100", "64/68"]
+    assert green.note == f"4 SMs belong to no share ({name}: {status.name})"
+    assert len(driver.contexts) == len(driver.streams) == 8, "nothing is left of the failed share"
     green.close()
     assert not driver.contexts and not driver.streams
 

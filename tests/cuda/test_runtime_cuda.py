@@ -25,7 +25,7 @@ from faser_backend.cuda.torch_programs import TorchPrograms, TorchSegment
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
-from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine
+from faser_backend.manifest import BucketSpec, EngineManifest, FileSpec, ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on, build_engine, engine_on
@@ -207,6 +207,21 @@ class TestOnSharesOfAFakedGpu:
         guessing = CudaRuntime(CPU, TorchPrograms(no_weights), sized, BLOCK_SIZE, dtype="fp32", shares=runtime._shares)
         assert split_name(*guessing.splits[0]) == expected and set(guessing.splits) == set(guessing.menu.splits)
         runtime.close()
+
+    @pytest.mark.parametrize("names", [(), ("16/116",), ("8/124", "16/116", "32/100", "64/68")])
+    def test_green_contexts_without_profiles_are_refused(
+        self, torch_engine: Path, names: tuple[str, ...], caplog
+    ) -> None:
+        _, models = pair_of(torch_engine)
+        buckets = tuple(BucketSpec("decode", {}, name) for name in ("", *names))
+        compiled = [replace(m, segments=tuple(replace(s, buckets=buckets) for s in m.segments)) for m in models]
+        for version in (13000, 12000):  # without green contexts, streams of two priorities may use any profile
+            shares = open_menu(FakeCuda(), 0, lambda version=version: FakeDriver(version=version))
+            programs, pair = TorchPrograms(no_weights), ModelPair(*compiled)
+            found = CudaRuntime(CPU, programs, pair, BLOCK_SIZE, dtype="fp32", shares=shares).splits
+            assert {split_name(*split) for split in found} == ({*names} if version == 13000 else {"132/132"})
+        assert ("so every step is serial (the engines have no profiles" in caplog.text) == (names == ())
+        assert ("faser build --splits" in caplog.text) == (len(names) < 4)
 
     def test_a_runner_knows_the_sms_of_its_share(self, opened) -> None:
         runtime, _, _, models = opened

@@ -6,18 +6,12 @@ import logging
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.pool import CudaKvPool
-from faser_backend.cuda.runner import CudaRunner
-from faser_backend.cuda.tensorrt_programs import EngineFile, EngineStore, bucket_limits, cache_path, open_segments
-from faser_backend.engines.build import build_engines
-from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
+from faser_backend.cuda.tensorrt_programs import EngineFile, EngineStore, cache_path
 from tests.support.ort_engines import OrtContext, OrtEngine
-from tests.support.tiny_models import make_rows, reference_logits, reference_model, write_checkpoint
 
 
 class RecordingCache:
@@ -142,31 +136,3 @@ def test_a_context_that_is_not_made_is_an_error(store: EngineStore, tmp_path: Pa
     file = engine_file(tmp_path / "a.engine", RecordingEngine(makes_contexts=False))
     with pytest.raises(ConfigError, match=r"a\.engine: execution context: TensorRT made none"):
         store.new_context(file, is_captured=True)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("runtime", ["tensorrt_rtx", "tensorrt"])
-def test_engines_on_a_gpu_give_a_dense_runs_logits(runtime: str, tmp_path: Path) -> None:
-    try:
-        import_tensorrt("rtx" if runtime == "tensorrt_rtx" else "full")
-    except TensorRtError as error:
-        pytest.skip(str(error))
-    source = write_checkpoint(tmp_path / "source", head_dim=64)
-    manifest = build_engines(source, source, tmp_path / "engines", runtime=runtime, exit_layers=(1,), kv_block_size=8)
-    device, store, stream = torch.device("cuda"), EngineStore(runtime), torch.cuda.Stream()
-    programs = open_segments(manifest.target, tmp_path / "engines", store, device)
-    pool = CudaKvPool(manifest.target.spec, 40, 8, dtype="fp32", device=device)
-    runner = CudaRunner(manifest.target, programs, pool, device, limits=bucket_limits(manifest.target.segments, ""))
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 97, 40) for _ in range(3)]
-    expected = [reference_logits(reference_model(source), tokens) for tokens in sequences]
-    tables, starts = rng.permutation(40)[:18].reshape(3, 6), [0, 0, 0]
-    for counts in ([9, 3, 5], [1, 1, 1], [5, 2, 1], [1, 1, 1], [1, 1, 1], [1, 1, 1]):
-        rows = make_rows(sequences, starts, counts, tables)
-        with torch.cuda.stream(stream):
-            logits = runner.run_segment(1, rows, runner.run_segment(0, rows, None)).cpu().numpy()
-        wanted = np.concatenate([expected[i][s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))])
-        assert np.abs(logits - wanted).max() <= 2e-3
-        starts = [start + count for start, count in zip(starts, counts, strict=True)]
-    runner.close()
-    store.close()

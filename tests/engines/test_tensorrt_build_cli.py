@@ -7,10 +7,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from faser_backend.cli.build import print_steps, summary
+from faser_backend.cli.build import chosen_splits, print_steps, summary
 from faser_backend.cli.main import app
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.cuda.runtime import best_first
+from faser_backend.cuda.streams import open_menu
+from faser_backend.device.partition import split_name
 from faser_backend.manifest import EngineManifest
+from tests.support.fake_cuda import FakeCuda, FakeDriver
 from tests.support.tiny_models import write_checkpoint
 
 
@@ -59,6 +63,10 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
         ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 7.5, "),
         ("--runtime tensorrt_rtx --max-num-seqs 0", "max_num_seqs = 0: must lie in"),
         ("--runtime tensorrt_rtx --max-context 0", "--max-context = 0: must be at least 32"),
+        (
+            "--runtime tensorrt_rtx --splits all",
+            "--splits = all: applies to --runtime tensorrt with a draft model",
+        ),
         ("--dtype bf16", "dtype = 'bf16': runtime 'llvm' supports only 'fp32'"),
     ],
 )
@@ -67,6 +75,21 @@ def test_options_that_do_not_go_together_are_refused(options: str, message: str,
     assert isinstance(done.exception, FaserError)
     assert message in str(done.exception)
     assert not (tmp_path / "engine").exists()
+
+
+def test_two_sets_of_profiles_are_built_unless_splits_are_named() -> None:
+    menu = open_menu(FakeCuda(), 0, FakeDriver).menu
+    offered = {split_name(*split): split for split in best_first(menu.splits, 1, 8)}
+    assert list(chosen_splits(None, offered)) == ["32/100"] and list(chosen_splits("none", offered)) == []
+    assert chosen_splits("all", offered) == offered and list(chosen_splits("64/68, 8/124", offered)) == [
+        "64/68",
+        "8/124",
+    ]
+    with pytest.raises(ConfigError, match=r"--splits = 9/123: this GPU offers 32/100, "):
+        chosen_splits("16/116,9/123", offered)
+    with pytest.raises(ConfigError, match=r"--splits = 16/116: this GPU offers none"):
+        chosen_splits("16/116", {})
+    assert chosen_splits(None, {}) == chosen_splits("all", {}) == {}
 
 
 def test_a_step_is_printed_once_however_much_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from faser_backend.engines.tensorrt_copies import check_no_copies, layer_information
+from faser_backend.engines.tensorrt_copies import check_no_copies
 from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
 
 POOL_SHAPE = [8, -1, 16, 128]
@@ -37,40 +37,53 @@ REFORMAT = layer(
 )
 
 
+MODULE = SimpleNamespace(LayerInformationFormat=SimpleNamespace(JSON="JSON"))
+
+
+def engine_of(information: str, aliases: dict[str, str] | None = None) -> Any:
+    """Returns an engine whose inspector answers `information`. aliases: input by output; None: it reports none."""
+    inspector = SimpleNamespace(get_engine_information=lambda kind: information if kind == "JSON" else "")
+    names = ("q", "k_pool.0", "attended", "k_pool_out.0", "v_pool_out.0")
+    own = {} if aliases is None else {"get_aliased_input_tensor": aliases.get}
+    return SimpleNamespace(
+        create_engine_inspector=lambda: inspector, num_io_tensors=5, get_tensor_name=names.__getitem__, **own
+    )
+
+
 def reported(*layers: Any) -> str:
     return json.dumps({"Layers": list(layers), "Bindings": ["k_pool.0", "k_pool_out.0"]})
 
 
+def check(information: str, aliases: dict[str, str] | None = None) -> str:
+    return check_no_copies(MODULE, engine_of(information, aliases), "target.0.engine")
+
+
 def test_the_plugin_may_touch_pools_and_others_may_touch_the_rest() -> None:
-    check_no_copies(reported(PRODUCT, PLUGIN), "target.0.engine")
-    check_no_copies(reported("gemm qkv", "PluginV3 attention of k_pool.0"), "target.0.engine")
+    assert check(reported(PRODUCT, PLUGIN)) == "this TensorRT does not report aliased inputs"
+    assert "1 of 2 pools" in check(reported("gemm qkv", "PluginV3 attention of k_pool.0"), {"k_pool_out.0": "k_pool.0"})
+    for field, value in (("TacticName", "attend_splits_kernel"), ("Metadata", "[ONNX Layer: faser::AttendSplits]")):
+        fused = PLUGIN | {"LayerType": "kgen", field: value}
+        check(reported(PRODUCT, fused))
+        with pytest.raises(TensorRtError, match="copy 4 KV pools"):
+            check(reported(PRODUCT, fused | {field: "another"}))
 
 
 def test_a_copy_is_refused_with_its_layers_and_pools() -> None:
     shuffled = layer("keep", "NoOp", [tensor("v_pool.12", POOL_SHAPE)], [tensor("x", [1])])
     with pytest.raises(TensorRtError) as refused:
-        check_no_copies(reported(PLUGIN, REFORMAT, shuffled), "target.0.engine")
+        check(reported(PLUGIN, REFORMAT, shuffled), {})
     words = str(refused.value)
     assert words.startswith("target.0.engine: 2 layers copy 2 KV pools in every call, as Reformatting CopyNode")
-    assert "of k_pool_out.0; keep (NoOp) of v_pool.12;" in words and "use runtime torch" in words
+    assert "of k_pool_out.0; keep (NoOp) of v_pool.12;" in words
+    assert "0 of 2 pools as aliased; use runtime torch, or --pool-copies allow" in words
     with pytest.raises(TensorRtError, match=r"1 layers copy 1 KV pools .* of k_pool\.3;"):
-        check_no_copies(
-            reported("gemm qkv", "Reformatting CopyNode for Input Tensor k_pool.3 to PluginV3 attention"), "x"
-        )
+        check(reported("gemm qkv", "Reformatting CopyNode for Input Tensor k_pool.3 to PluginV3 attention"))
 
 
 @pytest.mark.parametrize("information", ["", "{}", "[]", '{"Layers": []}', '{"Layers": "none"}', "no json"])
 def test_silence_is_not_taken_for_an_engine_without_copies(information: str) -> None:
     with pytest.raises(TensorRtError, match=r"target\.0\.engine: inspect: the layer information .* is unknown"):
-        check_no_copies(information, "target.0.engine")
-
-
-def test_information_is_asked_of_an_inspector_in_json() -> None:
-    inspector = SimpleNamespace(get_engine_information=lambda kind: f"as {kind}")
-    opened = SimpleNamespace(create_engine_inspector=lambda: inspector)
-    runtime = SimpleNamespace(deserialize_cuda_engine=lambda data: opened if data == b"engine" else None)
-    module = SimpleNamespace(Runtime=lambda logger: runtime, LayerInformationFormat=SimpleNamespace(JSON="JSON"))
-    assert layer_information(module, None, b"engine") == "as JSON"
+        check(information)
 
 
 def test_the_installed_module_has_what_is_asked_of_it() -> None:
@@ -79,3 +92,4 @@ def test_the_installed_module_has_what_is_asked_of_it() -> None:
     assert hasattr(module.LayerInformationFormat, "JSON") and hasattr(module.ProfilingVerbosity, "DETAILED")
     assert hasattr(module.ICudaEngine, "create_engine_inspector")
     assert hasattr(module.EngineInspector, "get_engine_information")
+    assert hasattr(module.ICudaEngine, "serialize") and hasattr(module.ICudaEngine, "get_aliased_input_tensor")

@@ -34,7 +34,6 @@ from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import perturb_logits
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention, pruned_chunk_attention_kernel
 from faser_backend.plugins.rotate_heads import rotate_heads
-from faser_backend.plugins.row_compaction import compact_rows
 from tests.support.kernel_cases import check
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,11 +97,9 @@ def test_launchers_run_references_on_the_cpu():
     assert not runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1))
     check(make_call(Shape(rows=(2, 5), contexts=(8, 3)), 1), lambda call: run(call, num_splits=2))
     hidden, head = torch.randn(3, 8), torch.randn(20, 8)
-    candidates, scores, kept = torch.tensor([[1, 2], [3, 4], [19, 0]]), torch.zeros(3, 2), torch.zeros(2, 8)
+    candidates, scores = torch.tensor([[1, 2], [3, 4], [19, 0]]), torch.zeros(3, 2)
     exit_scores(hidden, head, candidates, scores)
     torch.testing.assert_close(scores, (hidden @ head.T).gather(1, candidates))
-    compact_rows(hidden, torch.tensor([2, 0]), kept)
-    assert torch.equal(kept, hidden[[2, 0]])
 
 
 def test_a_write_of_no_row_writes_nothing():

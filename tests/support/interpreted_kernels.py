@@ -27,7 +27,6 @@ from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits
 from faser_backend.plugins.rotate_heads import rotate_heads
-from faser_backend.plugins.row_compaction import compact_rows
 from tests.support.kernel_cases import check, small_tiles
 
 torch.set_num_threads(1)
@@ -233,18 +232,6 @@ def test_exit_scores(dtype, num_rows, num_candidates, hidden_size):
     reference.exit_scores(hidden, head, candidates, expected)
     exit_scores(hidden, head, candidates, actual)
     torch.testing.assert_close(actual, expected, atol=1e-5 * hidden_size**0.5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kept", [[], [4], [0, 2, 3], [4, 4, 0, 1, 2, 3]])
-def test_row_compaction_copies_bits(dtype, kept):
-    hidden = torch.randn(5, 3000).to(dtype)
-    hidden[1, 5] = NAN
-    expected, actual = torch.zeros(2, len(kept), 3000, dtype=dtype)
-    reference.compact_rows(hidden, torch.tensor(kept, dtype=torch.int64), expected)
-    compact_rows(hidden, torch.tensor(kept, dtype=torch.int64), actual)
-    torch.testing.assert_close(actual, expected, atol=0, rtol=0, equal_nan=True)
-    assert len(kept) < 5 or actual.isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -310,7 +310,7 @@ def test_engines_that_cannot_be_served_leave_those_that_are(
     admin = Administration(f"127.0.0.1:{server.served.http_port}", KEY)
     config = admin.config("tensorrt_llm")
     config["parameters"]["num_kv_blocks"] = {"string_value": "3"}
-    with pytest.raises(AdminError, match=r"^num_kv_blocks = 3: one context of 2048 tokens needs at least 128 blocks"):
+    with pytest.raises(AdminError, match=r"^num_kv_blocks = 3: one context of 256 tokens needs at least 16 blocks"):
         admin.load("tensorrt_llm", config, 60)
     wrong = Administration(f"127.0.0.1:{server.served.http_port}", "another-key-of-letters")
     with pytest.raises(AdminError, match="refuses the admin key"):
