@@ -31,8 +31,8 @@ def smooth(points: np.ndarray, length_scale: float) -> np.ndarray:
     return np.exp(-0.5 * ((points[:, None] - points) / length_scale) ** 2)
 
 
-# Candidates: each request drafts while its chain survives with more than this chance; the last drafts nothing.
-SURVIVAL_FLOORS = np.array([0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.37, 0.45, 0.52, 0.6, 0.68, 0.75, 0.85, 1.0])  # [P]
+# Candidates: each request drafts while its chain survives with more than this chance, up to a common cap.
+SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 1.0])  # [P], the last drafts nothing
 DEPTHS = np.arange(1, MAX_ADAPTIVE_TOKENS + 1)  # [K]
 LOG_BATCH_KNOTS = np.array([0.0, 2.0, 4.0, 6.0, 8.0])  # log2 of 1 to 256 requests
 LENGTH_KNOTS = np.array([0.0, 1.0, 2.0, 4.0, MAX_ADAPTIVE_TOKENS])
@@ -99,16 +99,16 @@ class GpLcb:
         survival = self._rates(sequences)[:, None] ** DEPTHS  # [B, K]
         is_drafted = survival > SURVIVAL_FLOORS[:, None, None]  # [P, B, K]
         num_deep = np.count_nonzero(is_drafted, axis=1)  # [P, K] chains of that depth or more
-        num_drafted = num_deep.sum(axis=1)  # [P]
-        tokens = size + (survival * is_drafted).sum(axis=(1, 2))
+        num_drafted = num_deep.cumsum(axis=1)  # [P, K] by cap
+        tokens = size + (survival * is_drafted).sum(axis=1).cumsum(axis=1)
         times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
-        draft_us = (times.draft_us[num_deep] * (num_deep > 0)).sum(axis=1) + times.draft_round_us * (num_drafted > 0)
+        draft_us = (times.draft_us[num_deep] * (num_deep > 0)).cumsum(axis=1) + times.draft_round_us * (num_drafted > 0)
         round_us = draft_us + times.verify_us[num_drafted]
-        weights = _weights(size, num_drafted / size)  # [P, G]
+        weights = _weights(size, num_drafted.ravel() / size)  # [P K, G]
         variance = ((weights @ self._process.covariance) * weights).sum(axis=1)
-        bound = np.log(round_us / tokens) + weights @ self._process.mean - BOUND_STDS * np.sqrt(variance)
-        best = int(bound.argmin())
-        return Decision(np.count_nonzero(is_drafted[best], axis=1).tolist())
+        bound = np.log(round_us / tokens).ravel() + weights @ self._process.mean - BOUND_STDS * np.sqrt(variance)
+        floor, cap = divmod(int(bound.argmin()), DEPTHS.size)
+        return Decision(np.count_nonzero(is_drafted[floor, :, : cap + 1], axis=1).tolist())
 
     def observe(self, record: StepRecord) -> None:
         self._acceptance.observe(record)
