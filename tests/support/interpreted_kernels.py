@@ -12,6 +12,7 @@ import mmap
 import numpy as np
 import pytest
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -87,6 +88,42 @@ def test_attention_at_block_and_tile_borders(monkeypatch, context, num_splits):
     monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
     shape = Shape(rows=(1, 17 if num_splits == 1 else 3), contexts=(context, context), num_kv_heads=1, head_dim=16)
     check(make_call(shape, context), lambda call: run(call, num_splits=num_splits))
+
+
+def shuffle(monkeypatch, seed: int) -> None:
+    """Lets the programs of every grid run in a random order."""
+    builder, rng, order = interpreter.interpreter_builder, np.random.default_rng(seed), {}
+    set_dim, set_index = builder.set_grid_dim, builder.set_grid_idx
+
+    def set_grid_dim(*grid) -> None:
+        set_dim(*grid)
+        indices = list(np.ndindex(*grid))
+        order.update(zip(indices, (indices[index] for index in rng.permutation(len(indices))), strict=True))
+
+    monkeypatch.setattr(builder, "set_grid_dim", set_grid_dim)
+    monkeypatch.setattr(builder, "set_grid_idx", lambda *index: set_index(*order[index]))
+
+
+@triton.jit
+def last_program_kernel(out):
+    tl.store(out, tl.program_id(0))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_order_of_programs_changes_a_bit(monkeypatch, seed):
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    shape, rows, found = Shape(rows=(3, 1, 5), contexts=(40, 9, 0), head_dim=16), torch.randn(9, 64), []
+    for _ in range(2):
+        calls = [make_call(shape, seed) for _ in range(2)]
+        for num_splits, call in zip((1, 3), calls, strict=True):  # with parts, they are joined too
+            run(call, num_splits=num_splits)
+        last, silu, normed = torch.zeros(1, dtype=torch.int32), torch.empty(9, 32), torch.empty(9, 64)
+        gated_silu(rows, silu)
+        add_rms_norm(rows, None, torch.ones(64), 1e-5, None, normed)
+        last_program_kernel[(64,)](last)  # the control, whose order shows
+        found.append((last, silu, normed, *(tensor.nan_to_num() for call in calls for tensor in call)))
+        shuffle(monkeypatch, seed)
+    assert [torch.equal(*pair) for pair in zip(*found, strict=True)] == [False] + [True] * (len(found[0]) - 1)
 
 
 def test_attention_where_everything_was_pruned():
