@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from faser_backend import files
-from faser_backend.core.model import WEIGHT_FORMATS, ModelSpec, WeightFormat
+from faser_backend.core.model import COMPUTES, ONE_PART, TWO_PARTS, WEIGHT_FORMATS, ModelSpec, WeightFormat
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.pairs import open_pair
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
@@ -69,6 +69,7 @@ def build_engines(
     draft_weights: str | None = None,
     kv_block_size: int = 16,
     kv_cache_dtype: str | None = None,
+    compute: str | None = None,
     max_context: int | None = None,
     tensorrt: TensorRtOptions | None = None,
     progress: Progress | None = None,
@@ -80,6 +81,7 @@ def build_engines(
     exit_layers: target layers after which verification may stop, in ascending order, each in [1, num_layers).
     weights, draft_weights: formats of the matrices of target and draft, see engines.weights_build.choose_weights.
     kv_cache_dtype: dtype of keys and values, see engines.weights_build.choose_kv_cache_dtype.
+    compute: arithmetic of products, one of COMPUTES, for runtime "llvm" only; None = its default.
     max_context: limit of prompt + output tokens; None = the models' limit.
     tensorrt: calls and devices to compile for, for TensorRT's runtimes only; None = its defaults.
     progress: called as progress(what, steps_done, steps_total) before each step, within long ones, and at the
@@ -89,6 +91,7 @@ def build_engines(
     """
     output = Path(output_dir).absolute()
     _check_choices(runtime, dtype, kv_block_size)
+    compute = _choose_compute(runtime, compute)
     requested = {"target": weights, "draft": draft_weights}
     _check_formats(runtime, requested, has_draft=draft_dir is not None)
     _check_output(output)
@@ -129,6 +132,7 @@ def build_engines(
             dtype=dtype,
             kv_block_size=kv_block_size,
             kv_cache_dtype=kv_cache_dtype,
+            compute=compute,
             exit_layers=tuple(exit_layers),
             target=models["target"],
             draft=models.get("draft"),
@@ -197,6 +201,16 @@ def _check_choices(runtime: str, dtype: str, kv_block_size: int) -> None:
         raise CheckpointError(f"dtype = {dtype!r}: runtime {runtime!r} supports only {built[0]!r}")
     if not 1 <= kv_block_size <= 1024:
         raise CheckpointError(f"kv_block_size = {kv_block_size}: must lie in [1, 1024]")
+
+
+def _choose_compute(runtime: str, requested: str | None) -> str:
+    if not RUNTIMES[runtime].is_cpu:
+        if requested is not None:
+            raise CheckpointError(f"compute = {requested!r}: applies to runtimes of CPUs only")
+        return TWO_PARTS
+    if requested not in {None, *COMPUTES}:
+        raise CheckpointError(f"compute = {requested!r}: must be one of {', '.join(COMPUTES)}")
+    return requested or ONE_PART
 
 
 def _check_formats(runtime: str, formats: dict[str, str | None], *, has_draft: bool) -> None:

@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.errors import ManifestError
-from faser_backend.core.model import FLOAT32_WEIGHTS, ModelSpec, WeightFormat, check_spec
+from faser_backend.core.model import COMPUTES, FLOAT32_WEIGHTS, TWO_PARTS, ModelSpec, WeightFormat, check_spec
 from faser_backend.files import MAX_NAME_BYTES, FileError, read_json, shown
 from faser_backend.runtime_spec import RUNTIMES, RuntimeSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
@@ -144,6 +144,7 @@ class EngineManifest:
     builder_version: str
     format_version: int = FORMAT_VERSION
     compiler: str = ""  # name and version, if segments are compiled ahead of time
+    compute: str = TWO_PARTS  # of products in runtime "llvm", one of COMPUTES
     compute_capabilities: tuple[str, ...] = ()  # compiled for, e.g. "8.9"; empty: the default
 
     @property
@@ -217,6 +218,7 @@ class EngineManifest:
         _check_choice(path, "dtype", self.dtype, DTYPES)
         kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime_spec.is_cpu else (self.dtype,)
         _check_choice(path, "kv_cache_dtype", self.kv_cache_dtype, kv_cache_dtypes)
+        _check_choice(path, "compute", self.compute, COMPUTES if self.runtime_spec.is_cpu else (TWO_PARTS,))
         if self.kv_block_size < 1:
             raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
         sizes = [model.spec.vocab_size for model in self.models.values()]

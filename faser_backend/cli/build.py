@@ -27,7 +27,8 @@ MIB = 1 << 20
 FORMATS = "fp32|fp16|bf16|int8|int4"
 MIN_CONTEXT = 32  # a profile needs it
 NGRAM = "ngram"  # instead of a draft checkpoint; ./ngram names a directory
-PASSED_ON = {"runtime", "dtype", "weights", "draft_weights", "kv_block_size", "kv_cache_dtype", "max_context"}
+PASSED_ON = {"runtime", "dtype", "weights", "draft_weights", "kv_block_size", "kv_cache_dtype"}
+PASSED_ON |= {"compute", "max_context"}
 
 
 class BuildOptions(OptionTable):
@@ -53,6 +54,13 @@ class BuildOptions(OptionTable):
         STORAGE,
         values=FORMATS,
         unset="the draft checkpoint's",
+    )
+    compute: str | None = option(
+        None,
+        "Multiply inputs as one or two bfloat16 numbers, on CPUs.",
+        STORAGE,
+        values="bf16|bf16x2",
+        unset="bf16",
     )
     kv_block_size: int = option(16, "Put this many tokens into a KV block.", STORAGE)
     kv_cache_dtype: str | None = option(
@@ -196,6 +204,8 @@ def summary(output: Path, manifest: EngineManifest) -> str:
     parts = [f"built {output} for {manifest.runtime}, {manifest.dtype}"]
     if manifest.draft is None:
         parts.append("no draft model (n-grams draft)")
+    if manifest.runtime_spec.is_cpu:
+        parts.append(f"products {manifest.compute}")
     if manifest.kv_cache_dtype != manifest.dtype:
         parts.append(f"KV cache {manifest.kv_cache_dtype}")
     for side, model in (("target", manifest.target), ("draft", manifest.draft)):

@@ -121,13 +121,15 @@ def _vectors() -> str:
     from llvmlite import binding
 
     from faser_backend.cpu.kernels.matrix_units import PRODUCTS, find_matrix_units
-    from faser_backend.cpu.kernels.vector_products import TILE_ROWS
+    from faser_backend.cpu.kernels.vector_products import DOT_FORMATS, HAS_DOTS, TILE_ROWS
 
     has = binding.get_host_cpu_features()
     widths = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE2", "neon": "NEON"}
     width = next((name for feature, name in widths.items() if has.get(feature, False)), "no known vectors")
     has_units, found = find_matrix_units()
-    units = f"of {', '.join(sorted(PRODUCTS))} weights on {found}" if has_units else f"no matrix units ({found})"
+    units = f"of {', '.join(sorted(PRODUCTS[1]))} weights on {found}" if has_units else f"no matrix units ({found})"
+    if HAS_DOTS and not has_units:
+        units += f"; with --compute bf16, {', '.join(DOT_FORMATS)} weights by VDPBF16PS"
     return f"float32 products with {width} in tiles of {TILE_ROWS} rows; {units}"
 
 
@@ -263,6 +265,8 @@ def _cpu_report(engine_dir: Path, manifest: EngineManifest, models: ModelPair, c
     how = "mapped, shared by all engines of the directory" if manifest.runtime_spec.is_weights_only else "resident"
     num_contexts = num_blocks * size / models.max_context
     lines = [_line(free_bytes, "free on this machine")]
+    if manifest.runtime_spec.is_cpu:
+        lines.insert(0, f"{manifest.compute:>12}  products")
     lines += [
         _line(model.num_weight_bytes, f"weights of the {name}, {how}")
         for name, model in zip(ModelPair._fields, models.present, strict=False)

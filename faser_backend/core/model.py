@@ -166,3 +166,5 @@ class WeightFormat:
 
 
 FLOAT32_WEIGHTS = WeightFormat("fp32")
+# Products where a CPU has units of bfloat16: inputs in two such numbers, or exact; or rounded to one.
+COMPUTES = (TWO_PARTS, ONE_PART) = ("bf16x2", "bf16")

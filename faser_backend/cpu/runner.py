@@ -8,6 +8,7 @@ values.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -17,12 +18,12 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import ModelSpec, rotary_tables
+from faser_backend.core.model import TWO_PARTS, ModelSpec, rotary_tables
 from faser_backend.cpu.kernels import attention
 from faser_backend.cpu.kernels.attention import TILE_ROWS, scratch_width
 from faser_backend.cpu.kernels.compilation import Kernel
-from faser_backend.cpu.kernels.products import product_kernel, scratch_size
-from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, segment_kernel
+from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel, scratch_size
+from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, SHARED_ROWS, segment_kernel
 from faser_backend.cpu.kernels.threads import barrier_state
 from faser_backend.cpu.kv_pool import KvPool, aligned_zeros
 from faser_backend.cpu.weights import WeightFile, segment_tables, useful_threads
@@ -103,9 +104,12 @@ class LlvmRunner:
         pool: KvPool,
         *,
         num_threads: int | None = None,
+        compute: str = TWO_PARTS,
         embedding_owner: ModelEngine | None = None,
     ) -> None:
-        """num_threads: limits the cores used. embedding_owner: provides the embedding if the model has none.
+        """num_threads: limits the cores used. compute: one of COMPUTES.
+
+        embedding_owner: provides the embedding if the model has none.
 
         Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read.
         """
@@ -139,7 +143,7 @@ class LlvmRunner:
         self._eps, self._scale = np.float32(spec.rms_eps), np.float32(spec.head_dim**-0.5)
         kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
         formats = (layers_format, embedding_format, head_format)
-        self._kernel = segment_kernel(spec.head_dim, readable_dtype(pool), formats, kind)
+        self._kernel = segment_kernel(spec.head_dim, readable_dtype(pool), formats, compute, kind)
         self._most_inputs = max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
         self._num_logits = spec.vocab_size  # of a row
         bits = np.uint16 if self.pool.storage.dtype == np.float16 else np.float32
@@ -224,15 +228,23 @@ class LlvmRunner:
         return CallResults(state, logits, scores)
 
     def _work_space(self, thread: int, num_rows: int, num_columns: int) -> tuple[np.ndarray, ...]:
-        """Returns a thread's work space: normed rows, scratch of products, attention's scores, a widened block."""
+        """Returns a thread's work space: normed and packed rows, which many rows' threads share, and its own.
+
+        These are the scratch of products, attention's scores and a widened block.
+        """
         spec, view = self.spec, self._own[thread].view
-        columns = scratch_width(num_columns)
+        columns, view_rows = scratch_width(num_columns), self._view_of_rows(thread, num_rows)
         return (
-            view("normed", num_rows, spec.hidden_size),
+            view_rows("normed", num_rows, spec.hidden_size),
+            view_rows("packed", packed_size(self._most_inputs, num_rows)),
             self._strip(thread),
             view("scores", TILE_ROWS, columns),
             view("widened", self.pool.kv_block_size, spec.head_dim),
         )
+
+    def _view_of_rows(self, thread: int, num_rows: int) -> Callable[..., np.ndarray]:
+        """Returns `view` of the threads' workspace if they share the call's norms, or of the thread's own."""
+        return self._workspace.view if num_rows > SHARED_ROWS else self._own[thread].view
 
     def _strip(self, thread: int) -> np.ndarray:
         """Returns a thread's work space for products."""
@@ -250,6 +262,7 @@ class LlvmRunner:
             view("chosen", num_rows, num_chosen).view(np.int32),
             view("outputs", num_rows * num_chosen, spec.hidden_size),
             own("taken", num_rows, spec.hidden_size),
+            own("packed_of_expert", packed_size(self._most_inputs, num_rows)),
             own("ends", spec.num_experts).view(np.int32),
             own("order", num_rows, num_chosen).view(np.int32),
             own("rows", num_rows * num_chosen).view(np.int32),
@@ -330,15 +343,17 @@ class LlvmHeadRunner(LlvmRunner):
         target: ModelEngine,
         *,
         num_threads: int | None = None,
+        compute: str = TWO_PARTS,
     ) -> None:
-        super().__init__(model, engine_dir, partition, pool, num_threads=num_threads, embedding_owner=target)
+        options = {"num_threads": num_threads, "compute": compute}
+        super().__init__(model, engine_dir, partition, pool, **options, embedding_owner=target)
         token_ids = self._weights.vector("token_ids", np.int64)
         assert token_ids is not None, "a head names the ids of its logits"
         is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut
         self._token_ids, self._known = token_ids[is_known], np.flatnonzero(is_known)
         self._is_whole = np.array_equal(token_ids, np.arange(self.vocab_size))
         self._num_logits = token_ids.size
-        self._join = product_kernel(model.weight_format.name)
+        self._join = product_kernel(code_of(model.weight_format.name, compute))
         num_features = len(target.spec.feature_layers) * target.spec.hidden_size
         self._most_inputs = max(self._most_inputs, 2 * self.spec.hidden_size, num_features)
 
@@ -350,9 +365,12 @@ class LlvmHeadRunner(LlvmRunner):
         blocks, offsets = blocks_and_offsets(rows, self.pool.kv_block_size)
         features = np.concatenate([of_layer[blocks, offsets] for of_layer in self.pool.features.values()], axis=1)
         joined = self._workspace.view("joined", rows.num_rows, self.spec.hidden_size)
-        arrays = (joined, features, self._weights.data, self._weights.offset("fc"))
-        strips = [self._strip(thread) for thread in range(self.num_threads)]
-        calls = [(thread, self.num_threads, *arrays, strip) for thread, strip in enumerate(strips)]
+        num_packed, matrix = packed_size(features.shape[1], rows.num_rows), self._weights.offset("fc")
+        calls = [
+            (thread, self.num_threads, joined, features, own.view("packed", num_packed), self._weights.data, matrix,
+             self._strip(thread))
+            for thread, own in enumerate(self._own)
+        ]  # fmt: skip
         self._on_all_threads(self._join, calls)
         return joined
 
@@ -373,4 +391,5 @@ class LlvmHeadRunner(LlvmRunner):
     def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
         width = self.spec.hidden_size
         embedded = self._workspace.view("embedded", num_rows, width)
-        return embedded, self._own[thread].view("both", num_rows, 2 * width), self._embedding_file.data
+        both = self._view_of_rows(thread, num_rows)("both", num_rows, 2 * width)
+        return embedded, both, self._embedding_file.data

@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.core.model import ModelSpec
+from faser_backend.core.model import TWO_PARTS, ModelSpec
 from faser_backend.core.ports import DraftLoop, Sampler
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
@@ -36,10 +36,11 @@ class LlvmRuntime:
         kv_block_size: int,
         *,
         kv_cache_dtype: str = "fp32",
+        compute: str = TWO_PARTS,
         num_threads: int | None = None,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """kv_cache_dtype: one of kv_pool.DTYPES. num_threads: see LlvmRunner. menu: all cores by default."""
+        """kv_cache_dtype: one of kv_pool.DTYPES. compute, num_threads: see LlvmRunner. menu: all cores by default."""
         # Numpy's threads spin for tens of milliseconds after a matrix product of a policy. They took cores from the
         # next calls, which then ran a quarter longer.
         threadpool_limits(1, user_api="blas")
@@ -48,7 +49,7 @@ class LlvmRuntime:
         self.needs_warm_up = False
         self.graph_counts = GraphCounts()
         self._engine_dir, self._models = engine_dir, models
-        self._kv_cache_dtype, self._num_threads = kv_cache_dtype, num_threads
+        self._kv_cache_dtype, self._num_threads, self._compute = kv_cache_dtype, num_threads, compute
         splits, self.splits_note = useful_splits(self.menu, models, num_threads)
         self.splits = tuple(splits)
 
@@ -79,8 +80,9 @@ class LlvmRuntime:
 
         arguments = (model, self._engine_dir, share, pool)
         if model.spec.reads_target:
-            return LlvmHeadRunner(*arguments, self._models.target, num_threads=self._num_threads)
-        return LlvmRunner(*arguments, num_threads=self._num_threads)
+            target = self._models.target
+            return LlvmHeadRunner(*arguments, target, num_threads=self._num_threads, compute=self._compute)
+        return LlvmRunner(*arguments, num_threads=self._num_threads, compute=self._compute)
 
     def open_lanes(self, draft: CorePartition, target: CorePartition) -> ThreadLanes:
         return ThreadLanes(draft, target)
@@ -109,6 +111,7 @@ def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) 
         ModelPair(manifest.target, manifest.draft),
         manifest.kv_block_size,
         kv_cache_dtype=manifest.kv_cache_dtype,
+        compute=manifest.compute,
         num_threads=config.num_threads,
     )
 

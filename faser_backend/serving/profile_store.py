@@ -35,6 +35,7 @@ _SHOWN = {
     "num_sms": "SMs",
     "driver": "CUDA driver",
     "kv_cache_dtype": "KV cache",
+    "compute": "products",
     "matrix_units": "matrix units",
 }
 
@@ -51,7 +52,11 @@ class Fingerprint:
     def here(cls, manifest: EngineManifest) -> Fingerprint:
         """Returns the fingerprint of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
-        device = {**identity_of(manifest.runtime), "kv_cache_dtype": manifest.kv_cache_dtype}
+        device = {
+            **identity_of(manifest.runtime),
+            "kv_cache_dtype": manifest.kv_cache_dtype,
+            "compute": manifest.compute,
+        }
         return cls(device, VERSION, files)
 
     @classmethod

@@ -66,32 +66,27 @@ def in_turns(place: InProcess) -> Field:
     return lambda order, jobs, clients: place.serve_in_turns(order, jobs, ClosedLoop(clients)).items()
 
 
-def measure_loads(  # noqa: PLR0917
+def measure_loads(
     serve: Field,
     names: Sequence[str],
     prompts: list[Prompt],
     args: argparse.Namespace,
     place: str,
-    alone: Sequence[str] = (),
 ) -> list[Row]:
-    """Every temperature and number of clients that the command line names; a line per row on stderr.
-
-    alone: who takes part with one client only.
-    """
+    """Measures every temperature and number of clients that the command line names; a line per row on stderr."""
     rows = []
     for temperature in map(float, args.temperatures.split(",")):
         for clients in integers(args.clients):
             jobs = jobs_of(prompts, max(args.jobs, 2 * clients), args.max_tokens, temperature, args.seed)
-            present = [name for name in names if clients == 1 or name not in alone]
             warm = [replace(job, max_tokens=min(WARM_TOKENS, job.max_tokens)) for job in jobs[: max(2, clients)]]
-            list(serve(present, warm, clients))  # allocations and first calls of new shapes are not measured
+            list(serve(names, warm, clients))  # allocations and first calls of new shapes are not measured
 
             def serve_load(
                 order: Sequence[str], jobs: list[Job] = jobs, clients: int = clients
             ) -> Iterable[tuple[str, Served]]:
                 return serve(order, jobs, clients)
 
-            found = measure(serve_load, present, jobs, args.repeats)
+            found = measure(serve_load, names, jobs, args.repeats)
             first = found[0]["tokens_per_s_repeats"]
             for row in found:
                 row |= {"place": place, "temperature": temperature, "num_clients": clients, "num_jobs": len(jobs)}

@@ -1,10 +1,10 @@
 """Times of calls of few rows on a CPU, beside what the machine could do.
 
-    python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--json FILE]
+    python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--prompts 128,512] [--json FILE]
 
 A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
 a large product of matrices, so that all are of the same minutes. It writes {"bandwidth_gb_s", "peak_gflops",
-"weight_bytes", "rows_ms": {"1": ..}} and the quartiles.
+"weight_bytes", "rows_ms": {"1": ..}, "prompt_ms": {"128": ..}} and the quartiles of rows.
 """
 
 from __future__ import annotations
@@ -30,20 +30,28 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
     help_text = "rows with logits: a verification's, or a prompt's"
     parser.add_argument("--logits", choices=["all", "last"], default="all", help=help_text)
+    parser.add_argument("--prompts", default="", help="tokens of whole prompts, separated by commas")
     args = parser.parse_args()
     counts, rates = integers(args.rows), []
     times: dict[int, list[float]] = {count: [] for count in counts}
-    longest = args.context + max(counts)
+    prompts = integers(args.prompts) if args.prompts else []
+    prompt_times: dict[int, list[float]] = {count: [] for count in prompts}
+    longest = max(args.context + max(counts), *prompts, 0)
     with (
         closing(MachineLimits(args.threads)) as limits,
         closing(OpenTarget(args.engine_dir, longest, num_threads=args.threads, is_filled=True)) as target,
     ):
         model, rng = target.manifest.target, np.random.default_rng(0)
-        tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in counts}
+        tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in {*counts, *prompts}}
 
         def call_ms(count: int) -> float:
             began = time.perf_counter()
             target.logits(tokens[count], args.context, count if args.logits == "all" else 1)
+            return 1e3 * (time.perf_counter() - began)
+
+        def prompt_ms(count: int) -> float:
+            began = time.perf_counter()
+            target.logits(tokens[count])
             return 1e3 * (time.perf_counter() - began)
 
         for count in counts:
@@ -53,6 +61,8 @@ def main() -> None:
             for count in counts:
                 call_ms(count)  # weights and rows of the limits leave the caches
                 times[count].append(call_ms(count))
+            for count in prompts:
+                prompt_times[count].append(prompt_ms(count))
     bandwidth, peak = map(statistics.median, zip(*rates, strict=True))
     quartiles = {count: statistics.quantiles(found, n=4) for count, found in times.items()}
     floor_ms = 1e3 * model.num_weight_bytes / bandwidth
@@ -66,12 +76,16 @@ def main() -> None:
             f"{count:5d} rows {middle:8.2f} ms ({low:.2f} to {high:.2f}), {middle / floor_ms:.2f}x reading the "
             f"weights, {middle / quartiles[counts[0]][1]:.2f}x the call of {counts[0]}"
         )
+    of_prompts = {str(count): statistics.median(found) for count, found in prompt_times.items()}
+    for count, middle in of_prompts.items():
+        print(f"a prompt of {count} tokens {middle:8.2f} ms")
     if args.json is not None:
         result = {
             "runtime": target.manifest.runtime, "weights": model.weight_format.title, "threads": args.threads,
             "context": args.context, "logits": args.logits, "bandwidth_gb_s": bandwidth / 1e9,
             "peak_gflops": peak / 1e9, "weight_bytes": model.num_weight_bytes,
             "rows_ms": {str(count): middle for count, (_, middle, _) in quartiles.items()},
+            "prompt_ms": of_prompts,
             "rows_ms_quartiles": {str(count): [low, high] for count, (low, _, high) in quartiles.items()},
         }  # fmt: skip
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -66,8 +66,7 @@ def measure_piece(
         setting = Setting(files, piece.weights, folder, args.threads, max(integers(args.clients)), longest)
         peers = piece.start_all(stack, setting)
         runs = ours(stack, setting) | peers
-        alone = list(peers) if piece.takes_one else []
-        return measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name, alone), (
+        return measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name), (
             f"- `{name}`: {piece.described()}"
         )
 

@@ -15,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -36,7 +35,6 @@ from faser_backend.lab.checks.servers import (
     free_ports,
     serve_all,
 )
-from faser_backend.lab.environment import installed_versions
 from faser_backend.lab.peers.files import ModelFiles
 from faser_backend.lab.places import PEERS, ROOT
 from faser_backend.manifest import EngineManifest
@@ -297,7 +295,6 @@ class Piece:
     installed_by: str
     note: str  # for the reader
     fallback: tuple[str, ...] = ()
-    takes_one: bool = False  # one request at a time
 
     def missing(self) -> str:
         """Returns why it cannot be measured here, or "" if it can."""
@@ -338,7 +335,6 @@ def ours(stack: ExitStack, setting: Setting) -> dict[str, Run]:
 
 
 _INSTALL = "bash scripts/peers/install.sh "
-_VERSIONS = ", ".join(f"{name} {found}" for name, found in installed_versions(("transformers", "torch")).items())
 _LLAMA = Piece(
     "fp16", Llama, {"llama.cpp": (), "llama.cpp, n-grams": ("--spec-type", "ngram-simple")}, LLAMA, _INSTALL + "llama",
     "llama.cpp, its own HTTP server, prompt cache off.",
@@ -357,11 +353,5 @@ PIECES = {
         {"OpenVINO": (), "OpenVINO, prompt lookup": LOOKUP, "OpenVINO, fp32": ("--precision", "f32")},
         OPENVINO_PYTHON, _INSTALL + "openvino",
         "openvino-genai 2026.4.1.0 on the F16 file, with the arithmetic that it chooses unless fp32 is named.",
-    ),
-    "transformers": Piece(
-        "fp16", library(Path(sys.executable), "transformers", lambda setting: setting.files.checkpoint),
-        {"transformers": (), "transformers, prompt lookup": LOOKUP},
-        Path(sysconfig.get_path("purelib")) / "transformers", "pip install -e .[dev]",
-        f"{_VERSIONS}, fp32 arithmetic: one request at a time.", takes_one=True,
     ),
 }  # fmt: skip

@@ -100,47 +100,8 @@ def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
     return genai.get_version(), answer_all
 
 
-def with_transformers(args: argparse.Namespace) -> tuple[str, AnswerAll]:
-    """Runs transformers' generate() in fp32, one request after the other."""
-    import torch
-    import transformers
-    from transformers.generation.streamers import BaseStreamer
-
-    torch.set_num_threads(args.threads)
-    target: Any = transformers.LlamaForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
-
-    class Streamer(BaseStreamer):
-        """A streamer whose first item is the prompt."""
-
-        def __init__(self) -> None:
-            self.answer, self._has_prompt = new_answer(), False
-
-        def put(self, value: Any) -> None:
-            if self._has_prompt:
-                take(self.answer, value.reshape(-1).tolist())
-            self._has_prompt = True
-
-        def end(self) -> None:
-            pass
-
-    def answered(job: Record) -> Record:
-        ids, streamer = torch.tensor([job["prompt_ids"]]), Streamer()
-        options: dict[str, Any] = {"do_sample": job["temperature"] > 0, "max_new_tokens": job["max_tokens"]}
-        options |= {} if job["is_chat"] else {"min_new_tokens": job["max_tokens"]}
-        options |= {"prompt_lookup_num_tokens": args.num_draft} if args.num_draft else {}
-        if job["temperature"] > 0:
-            torch.manual_seed(job["seed"])
-            options |= {"temperature": job["temperature"], "top_k": 0, "top_p": 1.0}
-        with torch.inference_mode():
-            target.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, streamer=streamer, **options)
-        return streamer.answer
-
-    version = f"{transformers.__version__} on torch {torch.__version__}"
-    return version, lambda jobs, _: [answered(job) for job in jobs]
-
-
 def main() -> None:
-    libraries = {"openvino": with_openvino, "transformers": with_transformers}
+    libraries = {"openvino": with_openvino}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("library", choices=libraries)
     parser.add_argument("model")

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs the peers of `python -m lab.peers` from PyPI, each into a folder below build/peers:
-# `bash scripts/peers/install.sh [llama] [openvino] [vllm]`, all three by default. transformers is a
-# development package. Existing folders are kept.
+# `bash scripts/peers/install.sh [llama] [openvino] [vllm]`, all three by default.
+# Existing folders are kept.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/../environment.sh"
 cd "$ROOT"

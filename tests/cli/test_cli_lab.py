@@ -21,16 +21,14 @@ import pytest
 from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.runner import Helper, LlvmRunner
 from faser_backend.device.partition import core_partitions
-from faser_backend.lab.answers import Answer
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.measure import Ladder
-from faser_backend.lab.bench.plan import CLOSED_LOADS, MIN_TOKENS, Speed, estimate_s, fitted, plan_memory
+from faser_backend.lab.bench.plan import plan_memory
 from faser_backend.lab.command_options import BenchOptions
-from faser_backend.lab.contestants import Sizing, choose_contestants
+from faser_backend.lab.contestants import Sizing
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR
 from faser_backend.profiling import profile as profile_module
-from faser_backend.profiling.cases import share_within
 from faser_backend.profiling.measure import Share, shares_of
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.processes import children, is_running, terminable
@@ -177,26 +175,6 @@ def test_a_budget_leaves_out_what_it_has_no_time_for_and_says_so(options: BenchO
     assert len(left_out) == 7 + 4 and bench["meta"]["repeats"] == 1  # loads and timelines
 
 
-def test_loads_are_scaled_to_the_speed_of_the_engine():
-    contestants, _ = choose_contestants(None)
-    sizing = Sizing.quick()
-
-    def speeds(token_s: float) -> dict[str, Speed]:
-        return {load.name: Speed(10 * token_s, token_s) for load in CLOSED_LOADS}
-
-    fast, slow = speeds(1e-4), speeds(0.1)
-    assert fitted(sizing, contestants, fast, 600.0, 4) == sizing
-    shorter = fitted(sizing, contestants, slow, 600.0, 4)
-    assert shorter.max_tokens < sizing.max_tokens
-    assert estimate_s(shorter, contestants, slow, 4) <= 600.0 < estimate_s(sizing, contestants, slow, 4)
-    least = fitted(sizing, contestants, slow, 1.0)
-    assert least.repeats == 1 and least.max_tokens == MIN_TOKENS
-    answers = [Answer(0.0, [], 3, 0, 0, "", [1, 2, 3]) for _ in range(2)]
-    for answer, first_s in zip(answers, (1.0, 1.5), strict=True):
-        answer.response_s = [first_s, 2.0, 2.5]
-    assert Speed.of(answers, 2.5) == Speed(1.5, 0.5) and Speed(1.5, 0.5).wave_s(3) == 2.5
-
-
 def test_memory_is_planned_before_engines_are_opened(options: BenchOptions):
     assert options.engine_dir is not None
     manifest = EngineManifest.load(options.engine_dir)
@@ -254,7 +232,3 @@ def test_an_interrupted_profile_keeps_what_serves(
     profile = load_profile(directory, EngineManifest.load(directory))
     assert {partition for _, partition in profile.costs} == {"whole"}
     assert "interrupted after 2 of 3 partitions" in capsys.readouterr().err
-
-
-def test_a_budget_scales_the_work():
-    assert [share_within(100.0, budget_s) for budget_s in (None, 200.0, 50.0, 1.0)] == [1.0, 1.0, 0.5, 0.1]

@@ -13,10 +13,8 @@ import pytest
 import typer
 
 from faser_backend.cli import options as cli_options
-from faser_backend.cli.doctor import examine
 from faser_backend.cli.main import COMMANDS, app
 from faser_backend.engines.build import build_engines
-from faser_backend.lab.gpu import device
 from faser_backend.policy.registry import known_policies
 from faser_backend.serving.demo_engine import DEMO_PAIR
 from tests.support.serving_pair import write_pair
@@ -87,12 +85,3 @@ def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatc
         assert [each for param in options for each in (*param.opts, *param.secondary_opts) if each not in out] == []
         assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
     assert "\nSpeculation:\n  --policy" in run("serve", "--help")[1]
-
-
-def test_doctor_and_the_check_of_a_gpu_agree_on_tensorrt():
-    found = {finding.name: finding.is_ok for finding in examine()}
-    told = {name: device._outcome(lambda name=name: device._version(name)) for name in device.FLAVOURS}
-    assert {name: not text.startswith("no: ") for name, text in told.items()} == {
-        "tensorrt": found["TensorRT"],
-        "tensorrt_rtx": found["TensorRT-RTX"],
-    }

@@ -14,10 +14,19 @@ import numba
 import numpy as np
 import pytest
 
+from faser_backend.core.model import COMPUTES
 from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.layouts import FORMATS, LANES, num_blocks, store_groups, store_matrix, stored_bytes
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS
-from faser_backend.cpu.kernels.products import multiply_rows, read_column, score_columns, scratch_size
+from faser_backend.cpu.kernels.products import (
+    code_of,
+    multiply_rows,
+    pack,
+    packed_size,
+    read_column,
+    score_columns,
+    scratch_size,
+)
 from faser_backend.cpu.kernels.vector_products import most_tile_rows
 from tests.support.cpu_products import restore_matrix
 
@@ -27,8 +36,9 @@ SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs
 
 def new_kernels(code: int):
     @numba.njit(nogil=True)
-    def multiply(y, x, weights, offset, first, last, num_rows, adds, scratch):
-        multiply_rows(code, y, x, weights, offset, first, last, num_rows, adds, scratch)
+    def multiply(y, x, packed, weights, offset, first, last, num_rows, adds, scratch):
+        pack(code, packed, x, 0, num_rows)
+        multiply_rows(code, y, x, packed, weights, offset, first, last, num_rows, adds, scratch)
 
     @numba.njit(nogil=True)
     def read(out, weights, offset, column):
@@ -47,9 +57,11 @@ kernels = cache(new_kernels)
 class Matrix:
     """A random matrix, stored after 64 other bytes of a file."""
 
-    def __init__(self, weight_format: str, num_inputs: int, num_outputs: int, seed: int = 0):
+    def __init__(
+        self, weight_format: str, num_inputs: int, num_outputs: int, compute: str = COMPUTES[0], *, seed: int = 0
+    ):
         self.rng = np.random.default_rng(seed)
-        self.shape, self.code = (num_inputs, num_outputs), FORMATS.index(weight_format)
+        self.shape, self.code = (num_inputs, num_outputs), code_of(weight_format, compute)
         stored = store_matrix(self.rng.standard_normal(self.shape).astype(np.float32), weight_format)
         self.restored = restore_matrix(stored, num_inputs, num_outputs, weight_format)
         self.weights = np.concatenate([np.full(64, 255, np.uint8), stored])
@@ -63,7 +75,8 @@ class Matrix:
         first, last = blocks or (0, num_blocks(self.shape[1]))
         adds, y = y is not None, np.full((len(x), self.shape[1]), np.nan, np.float32) if y is None else y
         scratch = np.full(scratch_size(self.shape[0]), np.nan, np.float32)
-        kernels(self.code)[0](y, x, self.weights, 64, first, last, len(x), adds, scratch)
+        packed = np.full(packed_size(self.shape[0], len(x)), np.nan, np.float32)
+        kernels(self.code)[0](y, x, packed, self.weights, 64, first, last, len(x), adds, scratch)
         return y
 
 
@@ -127,7 +140,7 @@ def error_of(weight_format: str) -> float:
 
     The numbers of int4 are larger than their weights with minimums.
     """
-    if weight_format not in PRODUCTS or not matrix_units.has_matrix_units():
+    if weight_format not in PRODUCTS[2] or not matrix_units.has_matrix_units():
         return 1e-6
     return {"int4": 2**-15, "fp16": 2**-15}.get(weight_format, 2**-17)
 
@@ -156,10 +169,11 @@ def test_the_environment_can_switch_matrix_units_off():
     assert done.stdout == "False\n"
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_same_bits_in_any_company(weight_format: str, shape: tuple[int, int]):
-    matrix = Matrix(weight_format, *shape)
+def test_a_row_has_the_same_bits_in_any_company(weight_format: str, compute: str, shape: tuple[int, int]):
+    matrix = Matrix(weight_format, *shape, compute)
     x = matrix.rows(128)
     together = matrix.times(x)
     assert not np.isnan(together).any()
@@ -168,9 +182,10 @@ def test_a_row_has_the_same_bits_in_any_company(weight_format: str, shape: tuple
         np.testing.assert_array_equal(matrix.times(x[-num_rows:]), together[-num_rows:])
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_ranges_of_blocks_give_the_bits_of_the_whole_and_touch_nothing_else(weight_format: str):
-    matrix = Matrix(weight_format, 96, 200)
+def test_ranges_of_blocks_give_the_bits_of_the_whole_and_touch_nothing_else(weight_format: str, compute: str):
+    matrix = Matrix(weight_format, 96, 200, compute)
     for num_rows in (1, 2, 3, 6, 9, 25):
         x = matrix.rows(num_rows)
         whole = matrix.times(x)
@@ -181,19 +196,23 @@ def test_ranges_of_blocks_give_the_bits_of_the_whole_and_touch_nothing_else(weig
             assert np.isnan(part).all(), "columns of other blocks are left alone"
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("num_rows", [1, 4, 40])
-def test_what_is_added_is_the_finished_sum(weight_format: str, num_rows: int):
-    matrix = Matrix(weight_format, 100, 72)
+def test_what_is_added_is_the_finished_sum(weight_format: str, compute: str, num_rows: int):
+    matrix = Matrix(weight_format, 100, 72, compute)
     x = matrix.rows(num_rows)
     before = matrix.rng.standard_normal((num_rows, 72)).astype(np.float32)
     np.testing.assert_array_equal(matrix.times(x, y=before.copy()), before + matrix.times(x))
 
 
+@pytest.mark.parametrize("compute", COMPUTES)
 @pytest.mark.parametrize("weight_format", FORMATS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_columns_and_scores_have_the_bits_of_weights_and_products(weight_format: str, shape: tuple[int, int]):
-    matrix = Matrix(weight_format, *shape)
+def test_columns_and_scores_have_the_bits_of_weights_and_products(
+    weight_format: str, compute: str, shape: tuple[int, int]
+):
+    matrix = Matrix(weight_format, *shape, compute)
     _, read, score = kernels(matrix.code)
     candidates = matrix.rng.integers(0, shape[1], 50)
     x = matrix.rows(1)
@@ -231,7 +250,7 @@ for name in sys.argv[3:]:
     for num_rows in (1, 2, 5, 8, 45):
         results[f"{name}.{num_rows}"] = matrix.times(x[-num_rows:])
     code = "".join(kernels(matrix.code)[0].inspect_llvm().values())
-    tiles = {int(rows) for rows in re.findall(rf"row_tile_{name}_(\\d+)", code)}
+    tiles = {int(rows) for rows in re.findall(rf"row_tile_{name}_x2_(\\d+)", code)}
     assert tiles == set(range(1, vector_products.TILE_ROWS + 1)), tiles
 np.savez(sys.argv[2], **results)
 """
@@ -253,7 +272,7 @@ def test_tiles_of_another_cpu_give_the_same_bits(tmp_path: Path):
     here = (
         {}
         if not matrix_units.has_matrix_units()
-        else products_elsewhere(tmp_path / "own.npz", vector_products.TILE_ROWS, *PRODUCTS)
+        else products_elsewhere(tmp_path / "own.npz", vector_products.TILE_ROWS, *PRODUCTS[2])
     )
     for weight_format in FORMATS:
         matrix = Matrix(weight_format, 100, 200)
@@ -279,16 +298,19 @@ CACHED = """
 import numba, numpy as np
 from faser_backend.cpu.kernels.compilation import source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, store_matrix
-from faser_backend.cpu.kernels.products import multiply_rows, read_column, score_columns, scratch_size
+from faser_backend.cpu.kernels.products import multiply_rows, pack, packed_size, read_column
+from faser_backend.cpu.kernels.products import score_columns, scratch_size
 
 def product(code, stamp):
-    def kernel(y, x, weights, scratch):
+    def kernel(y, x, packed, weights, scratch):
         _ = stamp
-        multiply_rows(code, y, x, weights, 0, 0, 3, 2, False, scratch)
+        pack(code, packed, x, 0, 2)
+        multiply_rows(code, y, x, packed, weights, 0, 0, 3, 2, False, scratch)
         read_column(code, x[0], weights, 0, 5)
         score_columns(code, y[1], x[0], weights, 0, np.arange(48), scratch)
     f32 = numba.types.Array(numba.float32, 2, "C")
-    signature = numba.void(f32, f32, numba.types.Array(numba.uint8, 1, "C", readonly=True), numba.float32[::1])
+    stored = numba.types.Array(numba.uint8, 1, "C", readonly=True)
+    signature = numba.void(f32, f32, numba.float32[::1], stored, numba.float32[::1])
     return numba.njit(signature, nogil=True, cache=True)(kernel)
 
 code = FORMATS.index("int4")
@@ -296,7 +318,7 @@ kernel = product(code, source_stamp())
 rng = np.random.default_rng(0)
 weights = store_matrix(rng.standard_normal((64, 48)), FORMATS[code])
 y, x = np.zeros((2, 48), np.float32), rng.standard_normal((2, 64)).astype(np.float32)
-kernel(y, x, weights, np.zeros(scratch_size(64), np.float32))
+kernel(y, x, np.zeros(packed_size(64, 2), np.float32), weights, np.zeros(scratch_size(64), np.float32))
 print(sum(kernel.stats.cache_hits.values()), y.tobytes().hex())
 """
 

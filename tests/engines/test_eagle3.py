@@ -278,7 +278,7 @@ def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, tab
 def test_other_published_layouts_give_the_same_head(tmp_path: Path) -> None:
     rng = np.random.default_rng(2)
     target, head, reference = write_published(tmp_path, rng)
-    manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE)
+    manifest = build_engines(target, head, tmp_path / "engine", kv_block_size=BLOCK_SIZE, compute="bf16x2")
     assert manifest.target.spec.feature_layers == (1, 4, 7)
     assert manifest.draft is not None
     assert manifest.draft.spec.checkpoint_dtype == "BF16"

@@ -23,12 +23,11 @@ from faser_backend.lab.answers import (
     add_category_speedups,
     jobs_of,
     merge_categories,
-    merge_repeats,
     summarise_categories,
 )
 from faser_backend.lab.bench import command, compare
 from faser_backend.lab.bench.command import run_bench
-from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear, spread_warning
+from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear
 from faser_backend.lab.bench.timeline import LANES
 from faser_backend.lab.bench.wire import make_request
 from faser_backend.lab.checks.servers import LoadClient, serve_all
@@ -414,26 +413,6 @@ def test_bursts_are_judged_by_latency_and_the_best_static_length_with_them():
     assert [each["is_best_static"] for each in rows] == [False, True, False]
     assert gain(rows[1], rows[0]) == rows[1]["e2e_gain_none"] == pytest.approx(1.5)
     assert best_static(rows[:1]) is None
-
-
-def test_differing_answers_and_busy_machines_are_told():
-    assert "equal those of `none`" in in_words([row("none", 1), row("fixed:4", 2)])[-1]
-    assert "3 of 4 answers differ" in in_words([row("none", 1), row("fixed:4", 2, num_different=3)])[-1]
-    assert spread_warning([row("none", 100)]) == []
-    busy = row("none", 100, aa_spread={"least": 0.96, "median": 0.99, "most": 1.03})
-    assert spread_warning([busy])[0].startswith("Equal engines differ by 4% (low load, T = 0.8)")
-
-
-def test_loops_and_repeats():
-    closed = ClosedLoop(4)
-    assert closed.num_due(9.0, 0) == 4 and closed.num_due(9.0, 3) == 7 and closed.due_s(5, 2.5) == 2.5
-    opened = OpenLoop([0.0, 0.5, 0.5, 2.0])
-    assert [opened.num_due(now, 0) for now in (0.0, 0.4, 0.5, 3.0)] == [1, 1, 3, 4] and opened.due_s(3, 9.0) == 2.0
-    runs = [{"tokens_per_s": 3.0, "e2e_ms_p50": 9.0, "n": 1}, {"tokens_per_s": 5.0, "e2e_ms_p50": 7.0, "n": 4}]
-    assert merge_repeats(runs) == {
-        "tokens_per_s": 4.0, "e2e_ms_p50": 8.0, "n": 1, "tokens_per_s_repeats": [3.0, 5.0],
-        "e2e_ms_p50_repeats": [9.0, 7.0],
-    }  # fmt: skip
 
 
 def test_ratios_are_taken_within_a_repeat_and_told_with_their_range():

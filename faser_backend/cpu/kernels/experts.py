@@ -18,8 +18,8 @@ from numba.misc.special import literally
 from faser_backend.cpu.kernels.attention import softmax
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, f32, i32
 from faser_backend.cpu.kernels.layouts import FORMATS, LANES
-from faser_backend.cpu.kernels.products import NO_BIAS, REPLACES, multiply, share_of
-from faser_backend.cpu.kernels.rows import ONE, gated_silu, inlined, normalise_rows
+from faser_backend.cpu.kernels.products import NO_BIAS, REPLACES, multiply, pack, share_of
+from faser_backend.cpu.kernels.rows import ONE, gated_silu, inlined
 from faser_backend.cpu.kernels.threads import barrier_wait
 from faser_backend.cpu.kernels.vectors import copy_row
 
@@ -37,6 +37,7 @@ ROUTING = numba.types.Tuple([
     i32[2],  # chosen [T, K]: experts, best first
     f32[2],  # outputs [A, D]
     f32[2],  # taken [T, D]: the rows of one expert
+    f32[1],  # packed: the inputs of one expert's products, see products.pack
     i32[1],  # ends [E]: where an expert's assignments end
     i32[2],  # order [T, K]: indices of a row's assignments
     i32[1],  # rows [A]: the row of each assignment
@@ -44,20 +45,19 @@ ROUTING = numba.types.Tuple([
 
 
 @numba.njit(**WITHIN_KERNELS)
-def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, crew, file, eps, normalises):
+def mix_experts(code, hidden, gate, up, normed, own, routing, num_rows, crew, file, normalises):
     """Computes a thread's part of hidden += sum of share * expert(x), x being the normalised rows; ends at a barrier.
 
-    gate, up [A, I] and the arrays of `routing` are work space. normalises: scale a row's shares to sum to 1.
+    gate, up [A, I] and the arrays of `routing` are work space. normalises: 1 to scale shares to a sum of 1.
     """
     code = literally(code)
-    thread, num_threads, barrier = crew
-    probs, shares, chosen, outputs, taken, ends, order, rows = routing
+    thread, num_threads, barrier, _ = crew
+    probs, shares, chosen, outputs, taken, packed, ends, order, rows = routing
     num_experts, width, inner = probs.shape[1], hidden.shape[1], gate.shape[1]
-    normalise_rows(normed, hidden, norm, eps, num_rows)
-    multiply(ROUTER_FORMAT, probs, normed, own[ROUTER], NO_BIAS, REPLACES, num_rows, crew, file)
+    multiply(ROUTER_FORMAT, probs, normed, packed, own[ROUTER], NO_BIAS, REPLACES, num_rows, crew, file)
     barrier_wait(barrier, num_threads)
     for row in range(thread, num_rows, num_threads):
-        choose(probs[row], shares[row], chosen[row], normalises)
+        choose(probs[row], shares[row], chosen[row], normalises > 0)
     barrier_wait(barrier, num_threads)
     sort_assignments(ends, order, rows, chosen, num_rows)
 
@@ -69,8 +69,9 @@ def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, cr
         if end > begin:
             for index in range(begin, end):
                 copy_row(taken[index - begin], normed[rows[index]], width)  # pyright: ignore[reportCallIssue]
+            pack(code, packed, taken, 0, end - begin)
             for out, matrix in ((gate, GATE), (up, UP)):
-                multiply(code, out[begin:], taken, own[at + matrix], NO_BIAS, REPLACES, end - begin, crew, file)
+                multiply(code, out[begin:], taken, packed, own[at + matrix], NO_BIAS, REPLACES, end - begin, crew, file)
             for index in range(begin, end):
                 gated_silu(gate[index, columns], up[index, columns])
         begin = end
@@ -80,7 +81,9 @@ def mix_experts(code, hidden, gate, up, normed, own, norm, routing, num_rows, cr
     for expert in range(num_experts):
         end, at = ends[expert], FIRST_EXPERT + NUM_MATRICES_OF_EXPERT * expert
         if end > begin:
-            multiply(code, outputs[begin:], gate[begin:], own[at + DOWN], NO_BIAS, REPLACES, end - begin, crew, file)
+            inputs, down = gate[begin:], own[at + DOWN]
+            pack(code, packed, inputs, 0, end - begin)
+            multiply(code, outputs[begin:], inputs, packed, down, NO_BIAS, REPLACES, end - begin, crew, file)
         begin = end
     first, last = share_of(width, thread, num_threads)
     for row in range(num_rows):

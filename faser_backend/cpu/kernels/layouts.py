@@ -29,6 +29,12 @@ class Layout:
     dtype: Any  # of numbers; those of int4 are half as long when they are stored
     num_scales: int = 0
     is_paired: bool = False  # pairs of rows are interleaved
+    num_parts: int = 2  # bfloat16 numbers that an input is split into where products need bfloat16
+
+    @property
+    def title(self) -> str:
+        """Returns a name that compiled functions carry."""
+        return f"{self.name}_x{self.num_parts}"
 
     @property
     def row_bytes(self) -> int:

@@ -3,9 +3,9 @@
 
 A unit multiplies up to 16 rows of 32 bfloat16 numbers by 32 rows of 16 and sums in float32. That takes as long as
 vectors take for one or two rows, so up to 16 rows cost little more than reading their weights. Units read bfloat16
-only, so an input is split into two numbers, the nearest and the remainder, which represent it to 2^-17. bf16 weights
-are read as stored, int8 and int4 are widened exactly, and fp16 is split into two. The product of two remainders is
-omitted.
+only, so an input is rounded, or split into two numbers, the nearest and the remainder, which represent it to 2^-17
+(layout.num_parts). bf16 weights are read as stored, int8 and int4 are widened exactly, and fp16 is split into two. The
+product of two remainders is omitted.
 
 A result sums the products of 32 inputs, parts in a fixed order, then those of the next 32, whatever rows and blocks
 are beside it. For integer formats these sums are scaled and added as in `vector_products`. The bits differ from those
@@ -20,12 +20,10 @@ import platform
 from functools import cache
 from typing import NamedTuple
 
-import ml_dtypes
-import numpy as np
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from faser_backend.cpu.kernels.layouts import GROUP_SIZE, LANES, Layout, num_groups
+from faser_backend.cpu.kernels.layouts import GROUP_SIZE, LANES, Layout
 from faser_backend.cpu.kernels.vector_products import (
     BIT,
     INTEGERS,
@@ -33,11 +31,16 @@ from faser_backend.cpu.kernels.vector_products import (
     VOID,
     ask_ahead,
     ceil_divide,
+    integers,
+    join_pairs,
+    load_up_to,
     new_function,
     numbers,
+    pairs,
     put,
-    read,
+    round_to_bfloat16,
     scale,
+    store_bfloat16,
     sums_function,
 )
 from faser_backend.cpu.kernels.vectors import (
@@ -51,7 +54,6 @@ from faser_backend.cpu.kernels.vectors import (
     load,
     multiply_add,
     splat,
-    store,
 )
 
 SWITCH = "FASER_MATRIX_UNITS"  # environment variable; "off" computes products with vectors
@@ -60,18 +62,21 @@ ARCH_PRCTL, ASK_FOR_PERMISSION, TILE_DATA = 158, 0x1023, 18  # a process asks Li
 
 TILE_SIZE, TILE_BYTES = 16, 1024  # rows of a register, of CACHE_LINE bytes each
 TILE_ROWS = 2 * TILE_SIZE  # rows of x that go over a matrix together
-NUM_PARTS = 2  # bfloat16 numbers of an input, and at most of a weight
+NUM_PARTS = 2  # bfloat16 numbers of an input and of a weight, at most
 # Registers: sums of two tiles of rows by two blocks, a part of each tile of rows, and the weights of the blocks.
 SUMS, PARTS, WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 # Bytes of the work space, in this order: shapes of registers, sums as registers leave them and what they add up to,
-# weights of two blocks, twice. Behind them the sums of groups of the rows, and the rows in parts.
+# weights of two blocks, twice.
 FLOAT_BYTES = 4
 SPACES = (CACHE_LINE, 4 * TILE_BYTES, 4 * TILE_BYTES, 2 * 2 * NUM_PARTS * TILE_BYTES)
 STRIP_BYTES = 1 << 19  # see products: rows are split again for each strip, and CPUs with AMX have large caches
 ROWS_AT_ONCE = 4  # rows whose sums are scaled together; the last ones may be padding
-SHORTS = ir.VectorType(SHORT, LANES)
-# Pairs (part of an input, part of a weight) whose products are summed, in this order.
-PRODUCTS = dict.fromkeys(("bf16", "int8", "int4"), ((0, 0), (1, 0))) | {"fp16": ((0, 0), (1, 0), (0, 1))}
+# By parts of an input: pairs (part of the input, part of a weight) whose products are summed, in this order.
+_EXACT = ("bf16", "int8", "int4")  # formats whose numbers bfloat16 holds
+PRODUCTS = {
+    1: dict.fromkeys(_EXACT, ((0, 0),)) | {"fp16": ((0, 0), (0, 1))},
+    2: dict.fromkeys(_EXACT, ((0, 0), (1, 0))) | {"fp16": ((0, 0), (1, 0), (0, 1))},
+}
 
 
 def has_matrix_units() -> bool:
@@ -100,14 +105,17 @@ def find_matrix_units() -> tuple[bool, str]:
 
 def takes(layout: Layout) -> bool:
     """Tells whether matrix units compute products of this layout on this machine."""
-    return layout.name in PRODUCTS and has_matrix_units()
+    return layout.name in PRODUCTS[layout.num_parts] and has_matrix_units()
 
 
-def scratch_size(num_inputs: int) -> int:
-    """Returns the floats of the work space, which may have any alignment."""
-    groups = num_groups(num_inputs)
-    num_bytes = CACHE_LINE + sum(SPACES) + TILE_ROWS * groups * (FLOAT_BYTES + NUM_PARTS * CACHE_LINE)
-    return num_bytes // FLOAT_BYTES
+def group_floats(layout: Layout) -> int:
+    """Returns the floats that prepare_rows writes for a group of a row: its sum and its parts."""
+    return 1 + layout.num_parts * CACHE_LINE // FLOAT_BYTES
+
+
+def work_floats() -> int:
+    """Returns the floats of a thread's work space, which may have any alignment."""
+    return (CACHE_LINE + sum(SPACES)) // FLOAT_BYTES
 
 
 class Space(NamedTuple):
@@ -117,20 +125,28 @@ class Space(NamedTuple):
     sums: ir.Value  # [tile][block][row][LANES] float32
     totals: ir.Value  # the same shape
     weights: ir.Value  # [parity of the group][block][part], tiles
+
+
+class Packed(NamedTuple):
+    """Addresses in packed rows."""
+
     group_sums: ir.Value  # [row][group] float32
     parts: ir.Value  # [tile][group][part][row][GROUP_SIZE] bfloat16
 
 
-def space_at(builder, address, num_inputs) -> Space:
-    """Returns the addresses in a work space of scratch_size(num_inputs)."""
+def space_at(builder, address) -> Space:
+    """Returns the addresses in a work space of work_floats()."""
     aligned = builder.and_(builder.add(builder.ptrtoint(address, INT64), INT64(CACHE_LINE - 1)), INT64(-CACHE_LINE))
     areas = [builder.inttoptr(aligned, BYTES)]
-    for num_bytes in SPACES:
+    for num_bytes in SPACES[:-1]:
         areas.append(builder.gep(areas[-1], [INT64(num_bytes)]))
-    groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
-    parts = builder.gep(areas[-1], [builder.mul(groups, INT64(TILE_ROWS * FLOAT_BYTES))])
-    shapes, sums, totals, weights, group_sums = areas
-    return Space(shapes, sums, totals, weights, builder.bitcast(group_sums, FLOATS), parts)
+    return Space(*areas)
+
+
+def packed_at(builder, packed, num_inputs) -> Packed:
+    """Returns the addresses in what prepare_rows made of up to TILE_ROWS rows."""
+    num_sums = builder.mul(ceil_divide(builder, num_inputs, GROUP_SIZE), INT64(TILE_ROWS))
+    return Packed(packed, builder.bitcast(builder.gep(packed, [num_sums]), BYTES))
 
 
 def set_shapes(builder, shapes, num_rows) -> None:
@@ -168,33 +184,33 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
 
     It takes the parameters of `products.prepare_rows`.
     """
-    has_sums = layout.num_scales > 1
-    function, builder = new_function(module, f"row_parts{has_sums:d}", [FLOATS, FLOATS, INT64, INT64, INT64])
+    has_sums, num_parts = layout.num_scales > 1, layout.num_parts
+    name = f"row_parts{num_parts}{'_sums' * has_sums}"
+    function, builder = new_function(module, name, [FLOATS, FLOATS, INT64, INT64, INT64])
     if builder is None:
         return function
-    prepared, x, x_stride, num_inputs, num_rows = function.args
-    space = space_at(builder, prepared, num_inputs)
+    packed, x, x_stride, num_inputs, num_rows = function.args
+    own = packed_at(builder, packed, num_inputs)
     if has_sums:
-        builder.call(sums_function(module), [space.group_sums, x, x_stride, num_inputs, num_rows])
+        values = [own.group_sums, x, x_stride, num_inputs, num_rows]
+        builder.call(sums_function(module, is_rounded=num_parts == 1), values)
     groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
         inputs = builder.gep(x, [builder.mul(row, x_stride)])
         tile = builder.udiv(row, INT64(TILE_SIZE))
         part_bytes = builder.mul(rows_of_tile(builder, tile, num_rows), INT64(CACHE_LINE))
-        first = builder.mul(builder.mul(tile, groups), INT64(NUM_PARTS * TILE_BYTES))
+        first = builder.mul(builder.mul(tile, groups), INT64(num_parts * TILE_BYTES))
         first = builder.add(first, builder.mul(builder.urem(row, INT64(TILE_SIZE)), INT64(CACHE_LINE)))
         with cgutils.for_range_slice(builder, INT64(0), groups, INT64(1), INT64) as (group, _):
-            at = builder.add(first, builder.mul(builder.mul(group, INT64(NUM_PARTS)), part_bytes))
+            at = builder.add(first, builder.mul(builder.mul(group, INT64(num_parts)), part_bytes))
             for half in range(GROUP_SIZE // LANES):
                 k = builder.add(builder.mul(group, INT64(GROUP_SIZE)), INT64(half * LANES))
                 values = load_up_to(builder, inputs, k, num_inputs)
-                for part in range(NUM_PARTS):
+                for part in range(num_parts):
                     nearest = round_to_bfloat16(builder, values)
                     offset = builder.add(at, builder.mul(INT64(part), part_bytes))
                     offset = builder.add(offset, INT64(half * CACHE_LINE // 2))
-                    target = builder.bitcast(builder.gep(space.parts, [offset]), SHORTS.as_pointer())
-                    shorts = builder.trunc(builder.lshr(builder.bitcast(nearest, INTEGERS), integers(16)), SHORTS)
-                    builder.store(shorts, target, align=CACHE_LINE // 2)
+                    store_bfloat16(builder, nearest, builder.gep(own.parts, [offset]))
                     values = builder.fsub(values, nearest)
     builder.ret_void()
     return function
@@ -205,12 +221,12 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
     It takes the parameters of `vector_products.blocks_function`.
     """
-    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS]
-    function, builder = new_function(module, f"row_unit_blocks_{layout.name}", kinds)
+    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES]
+    function, builder = new_function(module, f"row_unit_blocks_{layout.title}", kinds)
     if builder is None:
         return function
-    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared = function.args
-    set_shapes(builder, space_at(builder, prepared, num_inputs).shapes, num_rows)
+    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, *areas = function.args
+    set_shapes(builder, space_at(builder, areas[1]).shapes, num_rows)
     has_two_tiles = builder.icmp_signed(">", num_rows, INT64(TILE_SIZE))
     block_bytes = builder.mul(ceil_divide(builder, num_inputs, GROUP_SIZE), INT64(layout.unit_bytes))
 
@@ -222,7 +238,7 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
             for branch, tiles in zip(branches, (2, 1), strict=True):
                 with branch:
                     function = _tiles_function(module, layout, tiles, blocks)
-                    builder.call(function, [target, y_stride, stored, num_inputs, left, num_rows, adds, prepared])
+                    builder.call(function, [target, y_stride, stored, num_inputs, left, num_rows, adds, *areas])
 
     pairs = builder.and_(num_blocks, INT64(-2))
     with cgutils.for_range_slice(builder, INT64(0), pairs, INT64(2), INT64) as (block, _):
@@ -236,12 +252,12 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
 def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) -> ir.Function:
     """Returns the function for y[:num_rows] = (or +=) split rows @ blocks; one or two each of tiles and blocks."""
-    kinds = [FLOATS, INT64, BYTES, INT64, INT64, INT64, BIT, FLOATS]
-    function, builder = new_function(module, f"row_unit_tiles_{layout.name}_{tiles}_{blocks}", kinds)
+    kinds = [FLOATS, INT64, BYTES, INT64, INT64, INT64, BIT, FLOATS, BYTES]
+    function, builder = new_function(module, f"row_unit_tiles_{layout.title}_{tiles}_{blocks}", kinds)
     if builder is None:
         return function
-    y, y_stride, weights, num_inputs, num_columns, num_rows, adds, prepared = function.args
-    space = space_at(builder, prepared, num_inputs)
+    y, y_stride, weights, num_inputs, num_columns, num_rows, adds, packed, work = function.args
+    space, own = space_at(builder, work), packed_at(builder, packed, num_inputs)
     groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     block_bytes = builder.mul(groups, INT64(layout.unit_bytes))
     rows = [rows_of_tile(builder, INT64(tile), num_rows) for tile in range(tiles)]
@@ -258,13 +274,13 @@ def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) 
         ]
         for address in units:
             ask_ahead(builder, address, layout.unit_bytes)
-        _add_products(builder, layout, units, space, group, groups, rows)
+        _add_products(builder, layout, units, space, own.parts, group, groups, rows)
         if layout.num_scales:
             for tile, block in pairs:
                 unit(builder, "tilestored64", SUMS[tile][block], tile_of(builder, space.sums, tile, block), line())
             for block, address in enumerate(units):
                 for tile in range(tiles):
-                    _scale_sums(builder, layout, address, space, tile, block, group, groups, rows[tile])
+                    _scale_sums(builder, layout, address, space, own.group_sums, tile, block, group, groups, rows[tile])
     for tile, block in pairs:
         totals = tile_of(builder, space.totals, tile, block)
         if not layout.num_scales:
@@ -278,22 +294,22 @@ def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) 
     return function
 
 
-def _add_products(builder, layout: Layout, units, space: Space, group, groups, rows) -> None:
+def _add_products(builder, layout: Layout, units, space: Space, parts, group, groups, rows) -> None:
     """Adds the products of GROUP_SIZE inputs to the sums in registers; scaled formats start from 0."""
     tiles_of_weights = [
         _weight_tiles(builder, layout, address, space, block, group) for block, address in enumerate(units)
     ]
     held_part = held_weight = None
-    for part, weight in PRODUCTS[layout.name]:
+    for part, weight in PRODUCTS[layout.num_parts][layout.name]:
         if weight != held_weight:
             for block, tiles in enumerate(tiles_of_weights):
                 unit(builder, "tileloadd64", WEIGHTS[block], tiles[weight], line())
         for tile, num_rows in enumerate(rows):
             if part != held_part:
                 part_bytes = builder.mul(num_rows, line())
-                number = builder.add(builder.mul(group, INT64(NUM_PARTS)), INT64(part))
-                first = builder.mul(INT64(tile * NUM_PARTS * TILE_BYTES), groups)
-                address = builder.gep(space.parts, [builder.add(first, builder.mul(number, part_bytes))])
+                number = builder.add(builder.mul(group, INT64(layout.num_parts)), INT64(part))
+                first = builder.mul(INT64(tile * layout.num_parts * TILE_BYTES), groups)
+                address = builder.gep(parts, [builder.add(first, builder.mul(number, part_bytes))])
                 unit(builder, "tileloadd64", PARTS[tile], address, line())
             for block in range(len(units)):
                 if layout.num_scales and held_part is None:
@@ -309,38 +325,23 @@ def _weight_tiles(builder, layout: Layout, address, space: Space, block: int, gr
     """
     if layout.name == "bf16":
         return [address]
-    num_parts = 1 + max(weight for _, weight in PRODUCTS[layout.name])
+    num_parts = 1 + max(weight for _, weight in PRODUCTS[layout.num_parts][layout.name])
     area = builder.mul(builder.and_(group, INT64(1)), INT64(len(WEIGHTS) * NUM_PARTS * TILE_BYTES))
     offsets = [INT64((block * NUM_PARTS + part) * TILE_BYTES) for part in range(num_parts)]
     tiles = [builder.gep(space.weights, [builder.add(area, offset)]) for offset in offsets]
     for pair in range(GROUP_SIZE // 2):
-        if layout.name == "int4":
-            put_line(builder, _look_up_pairs(builder, address, pair), tiles[0], pair)
+        if num_parts == 1:
+            put_line(builder, pairs(builder, layout, address, INT64(pair)), tiles[0], pair)
             continue
         both = [numbers(builder, layout, address, INT64(2 * pair), step) for step in range(2)]
         for tile in tiles:
-            nearest = both if num_parts == 1 else [cut_to_bfloat16(builder, values) for values in both]
-            even, odd = (builder.bitcast(values, INTEGERS) for values in nearest)
-            put_line(builder, builder.or_(builder.lshr(even, integers(16)), odd), tile, pair)
+            nearest = [cut_to_bfloat16(builder, values) for values in both]
+            put_line(builder, join_pairs(builder, *nearest), tile, pair)
             both = [builder.fsub(values, of_them) for values, of_them in zip(both, nearest, strict=True)]
     return tiles
 
 
-def _look_up_pairs(builder, address, pair: int):
-    """Returns the int4 numbers of a pair of rows as bfloat16, [LANES] pairs, by a table of sixteen."""
-    stored = read(builder, builder.gep(address, [INT64(pair * LANES)]), BYTE)
-    values = builder.zext(stored, INTEGERS)
-    indices = builder.and_(builder.or_(values, builder.shl(values, integers(12))), integers(0xF000F))
-    numbers = np.arange(16, dtype=ml_dtypes.bfloat16).view(np.uint16).tolist()
-    kind = ir.VectorType(SHORT, 2 * LANES)
-    look_up = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx512.permvar.hi.512"
-    )
-    found = builder.call(look_up, [kind(numbers * 2), builder.bitcast(indices, kind)])
-    return builder.bitcast(found, INTEGERS)
-
-
-def _scale_sums(builder, layout: Layout, address, space: Space, tile, block, group, groups, num_rows) -> None:
+def _scale_sums(builder, layout: Layout, address, space: Space, x_sums, tile, block, group, groups, num_rows) -> None:
     """Adds to the totals scale * sums and then, for int4, minimum * the sums of the rows' groups."""
     sums, totals = (tile_of(builder, area, tile, block) for area in (space.sums, space.totals))
     scales = [scale(builder, layout, address, index) for index in range(layout.num_scales)]
@@ -353,7 +354,7 @@ def _scale_sums(builder, layout: Layout, address, space: Space, tile, block, gro
             total = multiply_add(builder, scales[0], of_group, builder.load(address_of_total))
             if len(scales) > 1:
                 own = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), groups), group)
-                x_sum = splat(builder, load(builder, space.group_sums, own, FLOAT), LANES)
+                x_sum = splat(builder, load(builder, x_sums, own, FLOAT), LANES)
                 total = multiply_add(builder, scales[1], x_sum, total)
             builder.store(total, address_of_total)
 
@@ -376,31 +377,6 @@ def line():
     return INT64(CACHE_LINE)
 
 
-def load_up_to(builder, inputs, k, num_inputs):
-    """Returns inputs[k : k + LANES], with 0 from num_inputs on."""
-    copy = cgutils.alloca_once(builder, VECTOR)
-    with builder.if_else(builder.icmp_signed("<=", builder.add(k, INT64(LANES)), num_inputs)) as (whole, part):
-        with whole:
-            builder.store(load(builder, inputs, k, VECTOR), copy)
-        with part:
-            builder.store(VECTOR([0.0] * LANES), copy)
-            with cgutils.for_range_slice(builder, k, num_inputs, INT64(1), INT64) as (at, _):
-                store(builder, load(builder, inputs, at, FLOAT), builder.bitcast(copy, FLOATS), builder.sub(at, k))
-    return builder.load(copy)
-
-
-def round_to_bfloat16(builder, values):
-    """Rounds to the nearest bfloat16, ties to even; the result is float32."""
-    bits = builder.bitcast(values, INTEGERS)
-    is_odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
-    rounded = builder.add(bits, builder.add(is_odd, integers(0x7FFF)))
-    return builder.bitcast(builder.and_(rounded, integers(-0x10000)), VECTOR)
-
-
 def cut_to_bfloat16(builder, values):
     """Truncates to bfloat16; the result is float32. What is left of a half is then a bfloat16 number."""
     return builder.bitcast(builder.and_(builder.bitcast(values, INTEGERS), integers(-0x10000)), VECTOR)
-
-
-def integers(value: int):
-    return INTEGERS([value] * LANES)

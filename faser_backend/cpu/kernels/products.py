@@ -2,20 +2,26 @@
 """Products of packed rows and a weight matrix on a CPU, compiled by numba: weights as stored, sums in float32.
 
 Weights are widened in registers, and the rows of a tile share one pass over them. Many rows go tile by tile over a
-strip of blocks while the strip is in the cache. `layouts` defines how weights are stored. `vector_products` and, on a
-CPU with matrix units, `matrix_units` emit the tiles. Threads share a matrix's blocks of columns, without a barrier.
+strip of blocks while it is in the cache. `pack` prepares rows once for all matrices that read them.
+`layouts` defines how weights are stored. `vector_products` and, on a CPU with matrix units, `matrix_units` emit the
+tiles. Threads share a matrix's blocks of columns, without a barrier.
 
 A result's bits depend on its row and column alone, not on other rows, the range of blocks or the tile. A lane sums
-k = 0, 1, 2, ... by fused multiply-adds. For an integer format it sums a group that way, then adds scale * that sum to
-its total and, for int4, minimum * the sum of the group's inputs.
+k = 0, 1, 2, ... by fused multiply-adds from +0; k = 1, 0, 3, 2, ... where pairs of bfloat16 are multiplied. For an
+integer format it sums a group that way, then adds scale * that sum to its total and, for int4, minimum * the sum of the
+group's inputs.
 
-`code` (an index into FORMATS) is a constant of the calling kernel, so only the formats in use are compiled. Vector code
+Products of bfloat16 read denormal numbers, and round denormal sums, as 0; others keep them. Infinities and NaN follow
+IEEE 754: an infinite input times a weight of 0 is NaN, and an input that bfloat16 cannot hold becomes infinite.
+
+`code` (see code_of) is a constant of the calling kernel, so only the formats in use are compiled. Vector code
 becomes functions of the compiled module, once each; as numba functions they would be compiled again for each caller.
 Nothing is checked: shapes and offsets that do not fit access foreign memory.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numba
@@ -24,6 +30,7 @@ from numba.core import types
 from numba.extending import intrinsic
 from numba.misc.special import literally
 
+from faser_backend.core.model import COMPUTES, TWO_PARTS
 from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, LANES, LAYOUTS, num_groups
@@ -35,22 +42,55 @@ STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
 # Typed, so that `multiply` is compiled for all such values at once and not for each of them.
 NO_BIAS, REPLACES, ADDS = np.int64(-1), np.bool_(False), np.bool_(True)
 FLOAT_BYTES = 4
-# By format. Tiles: rows of x that pass over a matrix together. Strips: bytes of weights that stay in the second-level
-# cache while many rows pass over them.
-_LAYOUTS = tuple(LAYOUTS.values())
+# By code. Tiles: rows of x that pass over a matrix together. Strips: bytes of weights that stay in the second-level
+# cache while many rows pass over them. Group floats: what a row's group takes when it is packed.
+_LAYOUTS = tuple(
+    replace(layout, num_parts=len(COMPUTES) - index) for index in range(len(COMPUTES)) for layout in LAYOUTS.values()
+)
 _VECTOR_CODE = tuple(matrix_units if matrix_units.takes(layout) else vector_products for layout in _LAYOUTS)
 UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
 TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))
+GROUP_FLOATS = tuple(of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True))
 i64 = types.int64
 
 
-def scratch_size(num_inputs: int) -> int:
-    """Returns the floats of `scratch`, enough for any format and for fewer inputs too.
+def code_of(weight_format: str, compute: str = TWO_PARTS) -> int:
+    """Returns the code of products of this format (one of FORMATS) with this arithmetic (one of COMPUTES)."""
+    return COMPUTES.index(compute) * len(FORMATS) + FORMATS.index(weight_format)
 
-    It holds one block's products and what prepare_rows makes of a tile's rows.
+
+def packed_size(num_inputs: int, num_rows: int) -> int:
+    """Returns the floats that `pack` writes for so many rows, at most, with any code."""
+    return max(
+        -(-num_rows // rows) * rows * (num_groups(num_inputs) * floats + LANES)
+        for rows, floats in zip(TILE_ROWS, GROUP_FLOATS, strict=True)
+    )
+
+
+def scratch_size(num_inputs: int) -> int:
+    """Returns the floats of `scratch`, enough for any code and for fewer inputs too.
+
+    It holds one block's products, the work space of matrix units, and a packed row.
     """
-    group_sums = vector_products.TILE_ROWS * num_groups(num_inputs)
-    return LANES + max(group_sums, matrix_units.scratch_size(num_inputs) if matrix_units.has_matrix_units() else 0)
+    return LANES + matrix_units.work_floats() * matrix_units.has_matrix_units() + packed_size(num_inputs, 1)
+
+
+@inlined
+def tile_floats(code, num_inputs):
+    """Returns the floats of a packed tile of rows."""
+    return TILE_ROWS[code] * (-(-num_inputs // GROUP_SIZE) * GROUP_FLOATS[code] + LANES)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def pack(code, packed, rows, first, last):
+    """Packs rows first .. last - 1, first a multiple of TILE_ROWS, into packed [packed_size(num_inputs, num_rows)]."""
+    code = literally(code)
+    num_inputs, tile_rows = rows.shape[1], TILE_ROWS[code]
+    for row in range(first, last, tile_rows):
+        target = packed.ctypes.data + row // tile_rows * tile_floats(code, num_inputs) * FLOAT_BYTES
+        source = rows.ctypes.data + row * num_inputs * FLOAT_BYTES
+        num_rows = min(tile_rows, last - row)
+        prepare_rows(code, target, source, num_inputs, num_inputs, num_rows)  # pyright: ignore[reportCallIssue]
 
 
 @inlined
@@ -61,8 +101,8 @@ def share_of(num_columns, thread, num_threads):
 
 
 @numba.njit(**WITHIN_KERNELS)
-def multiply(code, out, rows, offset, bias_offset, adds, num_rows, crew, file):
-    """Computes a thread's columns of out = (or +=) rows @ matrix + bias, for the first num_rows rows.
+def multiply(code, out, rows, packed, offset, bias_offset, adds, num_rows, crew, file):
+    """Computes a thread's columns of out = (or +=) rows @ matrix + bias, for the first num_rows rows, packed by `pack`.
 
     crew: the thread's index and the number of threads. file: weights, vectors and the thread's scratch. `offset` counts
     bytes of weights up to the matrix, `bias_offset` floats of vectors up to the bias; -1 means no bias.
@@ -70,7 +110,7 @@ def multiply(code, out, rows, offset, bias_offset, adds, num_rows, crew, file):
     code = literally(code)
     weights, vectors, scratch = file
     first, last = share_of(out.shape[1], crew[0], crew[1])
-    multiply_rows(code, out, rows, weights, offset, first, last, num_rows, adds, scratch)
+    multiply_rows(code, out, rows, packed, weights, offset, first, last, num_rows, adds, scratch)
     if bias_offset >= 0:
         for row in range(num_rows):
             for column in range(first * LANES, min(last * LANES, out.shape[1])):
@@ -82,6 +122,7 @@ def multiply_rows(
     code,
     y,  # [at least num_rows, num_outputs] float32
     x,  # [at least num_rows, num_inputs] float32
+    packed,  # the rows as `pack` makes them
     weights,  # [bytes] uint8
     offset,  # of the matrix, bytes into weights; a multiple of 64
     first_block,
@@ -94,19 +135,17 @@ def multiply_rows(
     code = literally(code)
     num_inputs, num_outputs, tile_rows = x.shape[1], y.shape[1], TILE_ROWS[code]
     block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
-    stored, results = weights.ctypes.data + offset, y.ctypes.data
-    inputs, prepared = x.ctypes.data, scratch.ctypes.data
+    stored, results, work = weights.ctypes.data + offset, y.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
     num_tiles = -(-num_rows // tile_rows)
     strip_blocks = max(STRIP_BYTES[code] // block_bytes if num_tiles > 1 else last_block - first_block, 1)
     for first in range(first_block, last_block, strip_blocks):
         for tile in range(num_tiles):
             row, end = tile * tile_rows, min((tile + 1) * tile_rows, num_rows)
-            x_rows = inputs + row * num_inputs * FLOAT_BYTES
-            prepare_rows(code, prepared, x_rows, num_inputs, num_inputs, end - row)  # pyright: ignore[reportCallIssue]
             multiply_blocks(  # pyright: ignore[reportCallIssue]
-                code, results + (row * num_outputs + first * LANES) * FLOAT_BYTES, num_outputs, x_rows, num_inputs,
-                stored + first * block_bytes, num_inputs, num_outputs - first * LANES,
-                min(strip_blocks, last_block - first), end - row, adds, prepared,
+                code, results + (row * num_outputs + first * LANES) * FLOAT_BYTES, num_outputs,
+                x.ctypes.data + row * num_inputs * FLOAT_BYTES, num_inputs, stored + first * block_bytes,
+                num_inputs, num_outputs - first * LANES, min(strip_blocks, last_block - first), end - row, adds,
+                packed.ctypes.data + tile * tile_floats(code, num_inputs) * FLOAT_BYTES, work,
             )  # fmt: skip
 
 
@@ -127,42 +166,43 @@ def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
     num_inputs = x_row.size
     block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
     stored, inputs = weights.ctypes.data + offset, x_row.ctypes.data
-    products, prepared = scratch.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
-    prepare_rows(code, prepared, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
+    products, packed = scratch.ctypes.data, scratch[scratch.size - tile_floats(code, num_inputs) :].ctypes.data
+    prepare_rows(code, packed, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
     held = -1  # the block whose products `scratch` holds
     for c in range(candidates.shape[0]):
         block, lane = candidates[c] // LANES, candidates[c] % LANES
         if block != held:
             multiply_blocks(  # pyright: ignore[reportCallIssue]
                 code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs, LANES, 1, 1,
-                False, prepared,
+                False, packed, products + LANES * FLOAT_BYTES,
             )  # fmt: skip
             held = block
         scores[c] = scratch[lane]
 
 
 @cache
-def product_kernel(weight_format: str) -> Kernel:
-    """Returns a kernel that computes out = rows @ matrix, the matrix in weight_format (one of FORMATS).
+def product_kernel(code: int) -> Kernel:
+    """Returns a kernel that computes out = rows @ matrix; code: see code_of.
 
     It is compiled once per CPU and stored on disk. Every thread of a call runs it. Nothing is checked.
     """
-    code = FORMATS.index(weight_format)
     stamp = source_stamp()
-    signature = numba.void(numba.int64, numba.int64, f32[2], f32[2], STORED, numba.int64, f32[1])
+    signature = numba.void(numba.int64, numba.int64, f32[2], f32[2], f32[1], STORED, numba.int64, f32[1])
 
     def kernel(
         thread,
         num_threads,
         out,  # [T, num_outputs]
         rows,  # [T, num_inputs]
+        packed,  # [packed_size(num_inputs, T)]: this thread's own
         weights,
         offset,  # of the matrix, bytes into weights
         scratch,  # [scratch_size(num_inputs)]: this thread's own
     ):
         _ = stamp
         crew, file = (thread, num_threads), (weights, scratch, scratch)
-        multiply(code, out, rows, offset, NO_BIAS, REPLACES, rows.shape[0], crew, file)
+        pack(code, packed, rows, 0, rows.shape[0])
+        multiply(code, out, rows, packed, offset, NO_BIAS, REPLACES, rows.shape[0], crew, file)
 
     return compile_kernel(kernel, signature)
 
@@ -172,33 +212,34 @@ def product_kernel(weight_format: str) -> Kernel:
 
 @intrinsic(prefer_literal=True)
 def multiply_blocks(
-    _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared
-):
+    _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed,
+    work,
+):  # fmt: skip
     """Computes y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks at `weights`, for up to TILE_ROWS rows.
 
     y: address of the first row's first block. Strides are in floats. num_columns: columns from there to the end of y's
-    row. prepared: what prepare_rows made of these rows.
+    row. packed: what prepare_rows made of these rows. work: the work space of matrix units.
     """
     code_value = code.literal_value
 
     def emit(context, builder, _signature, arguments):
-        _, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared = arguments
-        y, x, prepared = (builder.inttoptr(address, FLOATS) for address in (y, x, prepared))
-        weights = builder.inttoptr(weights, BYTES)
-        values = [y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, prepared]
+        _, y, y_stride, x, x_stride, weights, *sizes, adds, packed, work = arguments
+        y, x, packed = (builder.inttoptr(address, FLOATS) for address in (y, x, packed))
+        weights, work = (builder.inttoptr(address, BYTES) for address in (weights, work))
+        values = [y, y_stride, x, x_stride, weights, *sizes, adds, packed, work]
         function = _VECTOR_CODE[code_value].blocks_function(builder.module, _LAYOUTS[code_value])
         builder.call(function, values)
         return context.get_dummy_value()
 
-    return types.void(code, *[i64] * 9, types.boolean, i64), emit
+    return types.void(code, *[i64] * 9, types.boolean, i64, i64), emit
 
 
 @intrinsic(prefer_literal=True)
 def prepare_rows(_typing, code, prepared, x, x_stride, num_inputs, num_rows):
     """Writes to `prepared` what products of up to TILE_ROWS rows read beside x, or instead of it.
 
-    For int4 these are the sums of the rows' groups [num_rows, num_groups], each in one fixed order. For a matrix unit
-    they are the rows split into parts. Otherwise nothing is written.
+    For int4 these are the sums of the rows' groups [num_rows, num_groups], each in one fixed order, and for units of
+    bfloat16 the rows, rounded or split into parts. Otherwise nothing is written.
     """
     code_value = code.literal_value
 

@@ -25,17 +25,17 @@ inlined_reassociated = numba.njit(
 
 
 @inlined
-def normalise_rows(out, rows, weight, eps, num_rows):
-    """Normalises the first num_rows rows."""
-    for row in range(num_rows):
+def normalise_rows(out, rows, weight, eps, first, last):
+    """Normalises rows first .. last - 1."""
+    for row in range(first, last):
         normalise(out[row], rows[row], weight, eps)
 
 
 @inlined
-def normalise_both(out, left, right, left_weight, right_weight, eps, num_rows):
+def normalise_both(out, left, right, left_weight, right_weight, eps, first, last):
     """Writes to out[row] the norms of left[row] and right[row], side by side."""
     width = left.shape[1]
-    for row in range(num_rows):
+    for row in range(first, last):
         normalise(out[row, :width], left[row], left_weight, eps)
         normalise(out[row, width:], right[row], right_weight, eps)
 

@@ -3,7 +3,7 @@
 
 `cpu/runner.py` calls it with arrays and byte offsets. Threads share a call by columns of matrices, units of attention
 and rows, with barriers in between; the interpreter does not run until the last layer is done. Every thread computes the
-norms of all rows for itself, because a barrier would cost more.
+norms of few rows for itself, because a barrier would cost more; many rows are normalised and packed by all together.
 
 A row's bits depend on its own inputs alone: `products` and `attention` guarantee it for themselves, and everything else
 runs row by row through the same code.
@@ -19,13 +19,16 @@ from numba.misc.special import literally
 from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_units
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
-from faser_backend.cpu.kernels.layouts import FORMATS, LANES
+from faser_backend.cpu.kernels.layouts import LANES
 from faser_backend.cpu.kernels.products import (
     ADDS,
     NO_BIAS,
     REPLACES,
     STORED,
+    TILE_ROWS,
+    code_of,
     multiply,
+    pack,
     read_column,
     score_columns,
     share_of,
@@ -41,6 +44,7 @@ Q_NORM, K_NORM, HIDDEN_NORM = 9, 10, 11
 FEATURE = 12  # not a vector: the index among `features` that stores the layer's input, or -1
 EMBEDDING, HEAD = 0, 1  # indices into end_matrices
 FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES = range(4)  # indices into `sizes`
+SHARED_ROWS = 32  # threads normalise and pack more rows than these together
 # The extra arguments of a kernel by kind of model: none, the routing of rows to experts, or inputs of an EAGLE-3 head.
 DENSE, EXPERTS, EAGLE3_HEAD = "dense", "experts", "eagle3_head"
 HEAD_INPUTS = numba.types.Tuple([
@@ -52,15 +56,18 @@ EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPU
 
 
 @cache
-def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, str, str], kind: str = DENSE) -> Kernel:
+def segment_kernel(
+    head_dim: int, pool_dtype: str, weight_formats: tuple[str, str, str], compute: str, kind: str = DENSE
+) -> Kernel:
     """Returns the kernel for heads of head_dim values, a KV pool in pool_dtype and matrices in weight_formats.
 
-    weight_formats: one of FORMATS each for the layers, the embedding and the head. kind: one of EXTRAS. The kernel is
+    weight_formats: one of FORMATS each for the layers, the embedding and the head. compute: one of
+    products.COMPUTES. kind: one of EXTRAS. The kernel is
     compiled once per CPU and stored on disk. Every thread of a call runs it with the same arrays and its own index and
     work space; all arrays are C-contiguous. Nothing is checked: shapes and indices that do not fit access foreign
     memory.
     """
-    code, embedding_code, head_code = map(FORMATS.index, weight_formats)
+    code, embedding_code, head_code = (code_of(name, compute) for name in weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
     stamp = source_stamp()
     signature = numba.void(
@@ -68,7 +75,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
         f32[2], f32[2], f32[2],  # hidden, logits, exit_scores
         f32[3], f32[3], f32[3], f32[3], f32[3], f32[2], f32[2], f32[2],  # features .. gathered
-        f32[2], f32[1], f32[2], f32[2], EXTRAS[kind],  # normed, strip, scores, widened, extras
+        f32[2], f32[1], f32[1], f32[2], f32[2], EXTRAS[kind],  # normed, packed, strip, scores, widened, extras
         numba.types.Array(POOL_DTYPES[pool_dtype], 6, "C"),  # storage
         STORED, i64[2], i64[1],  # weights, matrices, end_matrices
         f32[1], i64[2], f32[1],  # vectors, vector_offsets, last_norm
@@ -98,8 +105,9 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         gate,  # [T, I]; with experts [T * K, I]
         up,
         gathered,  # [R, H * head_dim]
-        normed,  # [T, D]: from here to `widened`, work space of this thread
-        strip,  # [products.scratch_size(most inputs)]
+        normed,  # [T, D]; shared by the threads if T > SHARED_ROWS
+        packed,  # [products.packed_size(most inputs, T)], shared as `normed` is
+        strip,  # [products.scratch_size(most inputs)]: from here to `widened`, work space of this thread
         scores,  # scratch of attend_units
         widened,
         extras,  # see EXTRAS
@@ -125,7 +133,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
         q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
         queries, mixed = q.reshape(num_rows, q_width), attended.reshape(num_rows, q_width)
         keys, values = k.reshape(num_rows, kv_width), v.reshape(num_rows, kv_width)
-        crew, file, inputs = (thread, num_threads, barrier), (weights, vectors, strip), normed
+        crew, file, inputs = (thread, num_threads, barrier, num_rows > SHARED_ROWS), (weights, vectors, strip), normed
         if is_head:
             embedded, inputs, embedding_file = extras
             embed(embedding_code, embedded, token_ids, embedding_file, end_matrices[EMBEDDING], crew)
@@ -136,12 +144,11 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
             is_last = layer == num_layers - 1
             keep_rows(features, at[FEATURE], hidden, thread, num_threads)
             if is_head:
-                norms = vectors[at[INPUT_NORM] :], vectors[at[HIDDEN_NORM] :]
-                normalise_both(inputs, embedded, hidden, *norms, eps, num_rows)
+                prepare_both(code, packed, inputs, embedded, hidden, vectors, at, eps, num_rows, crew)
             else:
-                normalise_rows(inputs, hidden, vectors[at[INPUT_NORM] :], eps, num_rows)
+                prepare(code, packed, normed, hidden, vectors[at[INPUT_NORM] :], eps, num_rows, crew)
             for output, matrix, bias in ((queries, Q, Q_BIAS), (keys, K, K_BIAS), (values, V, V_BIAS)):
-                multiply(code, output, inputs, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+                multiply(code, output, inputs, packed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
             barrier_wait(barrier, num_threads)
             apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, bounds[thread], bounds[thread + 1])
             attend_units(
@@ -155,18 +162,21 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
                     return
                 gather(gathered, mixed, hidden, logit_rows, crew)
                 mixed = gathered
-            multiply(code, hidden, mixed, own[ATTENTION_OUT], at[ATTENTION_OUT_BIAS], ADDS, num_rows, crew, file)
+            pack_share(code, packed, mixed, num_rows, crew)
+            multiply(
+                code, hidden, mixed, packed, own[ATTENTION_OUT], at[ATTENTION_OUT_BIAS], ADDS, num_rows, crew, file
+            )
             barrier_wait(barrier, num_threads)
+            prepare(code, packed, normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows, crew)
             if has_experts:
-                norm, normalises = vectors[at[MLP_NORM] :], sizes[NORMALISES_SHARES] > 0
-                mix_experts(code, hidden, gate, up, normed, own, norm, extras, num_rows, crew, file, eps, normalises)
+                mix_experts(code, hidden, gate, up, normed, own, extras, num_rows, crew, file, sizes[NORMALISES_SHARES])
             else:
-                feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps)
+                feed_forward(code, hidden, gate, up, normed, packed, own, at, num_rows, crew, file)
         if sizes[LAST_LAYER] == num_layers:
-            normalise_rows(normed, hidden, last_norm, eps, num_rows)
-            multiply(head_code, logits, normed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew, file)
+            prepare(head_code, packed, normed, hidden, last_norm, eps, num_rows, crew)
+            multiply(head_code, logits, normed, packed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew, file)
         elif has_scores:
-            normalise_rows(normed, hidden, last_norm, eps, num_rows)
+            normalise_rows(normed, hidden, last_norm, eps, 0, num_rows)
             score_rows(head_code, exit_scores, normed, end_matrices[HEAD], candidates, crew, file)
 
     return compile_kernel(kernel, signature)
@@ -176,7 +186,7 @@ def segment_kernel(head_dim: int, pool_dtype: str, weight_formats: tuple[str, st
 def embed(code, out, token_ids, weights, offset, crew):
     """Reads a thread's share of the tokens' embeddings; ends at a barrier."""
     code = literally(code)
-    thread, num_threads, barrier = crew
+    thread, num_threads, barrier, _ = crew
     for row in range(thread, token_ids.size, num_threads):
         read_column(code, out[row], weights, offset, token_ids[row])
     barrier_wait(barrier, num_threads)
@@ -193,7 +203,7 @@ def keep_rows(features, index, hidden, thread, num_threads):
 @inlined
 def gather(gathered, mixed, hidden, logit_rows, crew):
     """Copies the logit rows, which rise, of mixed to gathered and of hidden to its first rows; ends at a barrier."""
-    thread, num_threads, barrier = crew
+    thread, num_threads, barrier, _ = crew
     if thread == 0:
         for row in range(logit_rows.size):
             copy_row(gathered[row], mixed[logit_rows[row]], mixed.shape[1])  # pyright: ignore[reportCallIssue]
@@ -205,25 +215,66 @@ def gather(gathered, mixed, hidden, logit_rows, crew):
 def score_rows(code, scores, normed, offset, candidates, crew, file):
     """Computes a thread's share of the logits of each row's candidates."""
     code = literally(code)
-    (thread, num_threads, _), (weights, _, strip) = crew, file
+    (thread, num_threads, _, _), (weights, _, strip) = crew, file
     for row in range(thread, normed.shape[0], num_threads):
         score_columns(code, scores[row], normed[row], weights, offset, candidates[row], strip)
 
 
+@inlined
+def rows_of(code, num_rows, crew):
+    """Returns the rows [first, last) that this thread normalises and packs: all, or its share of whole tiles."""
+    thread, num_threads, _, is_shared = crew
+    if not is_shared:
+        return 0, num_rows
+    tiles = -(-num_rows // TILE_ROWS[code])
+    first, last = tiles * thread // num_threads, tiles * (thread + 1) // num_threads
+    return min(first * TILE_ROWS[code], num_rows), min(last * TILE_ROWS[code], num_rows)
+
+
 @numba.njit(**WITHIN_KERNELS)
-def feed_forward(code, hidden, gate, up, normed, own, at, num_rows, crew, file, eps):
-    """Computes a thread's part of hidden += down(silu(gate(x)) * up(x)), x the normalised rows; ends at a barrier."""
+def pack_share(code, packed, rows, num_rows, crew):
+    """Packs rows, or a thread's share of them; ends at a barrier if they are shared."""
     code = literally(code)
-    (thread, num_threads, barrier), (_, vectors, _) = crew, file
-    normalise_rows(normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows)
+    _, num_threads, barrier, is_shared = crew
+    first, last = rows_of(code, num_rows, crew)
+    pack(code, packed, rows, first, last)
+    if is_shared:
+        barrier_wait(barrier, num_threads)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def prepare(code, packed, normed, hidden, norm, eps, num_rows, crew):
+    """Normalises rows and packs them; see pack_share."""
+    code = literally(code)
+    first, last = rows_of(code, num_rows, crew)
+    normalise_rows(normed, hidden, norm, eps, first, last)
+    pack_share(code, packed, normed, num_rows, crew)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def prepare_both(code, packed, inputs, embedded, hidden, vectors, at, eps, num_rows, crew):
+    """Normalises and packs the inputs of a head's layer: embeddings and hidden states side by side."""
+    code = literally(code)
+    first, last = rows_of(code, num_rows, crew)
+    norms = vectors[at[INPUT_NORM] :], vectors[at[HIDDEN_NORM] :]
+    normalise_both(inputs, embedded, hidden, norms[0], norms[1], eps, first, last)
+    pack_share(code, packed, inputs, num_rows, crew)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def feed_forward(code, hidden, gate, up, normed, packed, own, at, num_rows, crew, file):
+    """Computes a thread's part of hidden += down(silu(gate(x)) * up(x)), x the prepared rows; ends at a barrier."""
+    code = literally(code)
+    thread, num_threads, barrier, _ = crew
     for output, matrix, bias in ((gate, GATE, GATE_BIAS), (up, UP, UP_BIAS)):
-        multiply(code, output, normed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+        multiply(code, output, normed, packed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
     first, last = share_of(gate.shape[1], thread, num_threads)
     columns = slice(first * LANES, min(last * LANES, gate.shape[1]))
     for row in range(num_rows):
         gated_silu(gate[row, columns], up[row, columns])
     barrier_wait(barrier, num_threads)
-    multiply(code, hidden, gate, own[DOWN], at[DOWN_BIAS], ADDS, num_rows, crew, file)
+    pack_share(code, packed, gate, num_rows, crew)
+    multiply(code, hidden, gate, packed, own[DOWN], at[DOWN_BIAS], ADDS, num_rows, crew, file)
     barrier_wait(barrier, num_threads)
 
 

@@ -3,10 +3,15 @@
 
 A tile is a function of the compiled module, with layout and number of rows as constants. All tiles sum in the same
 order, so the bits of a result do not depend on the tile.
+
+Inputs in one part (layout.num_parts) and weights that bfloat16 holds are multiplied by VDPBF16PS where the CPU has it:
+rows are packed to bfloat16, and a lane adds the product of a pair's odd input, then that of its even one.
 """
 
 from __future__ import annotations
 
+import ml_dtypes
+import numpy as np
 from llvmlite import binding, ir
 from numba.core import cgutils
 
@@ -29,11 +34,40 @@ from faser_backend.cpu.kernels.vectors import (
     store,
 )
 
+
+class BFloat(ir.Type):
+    """The type bfloat of LLVM, which llvmlite does not name."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
 BIT, SHORT, VOID = ir.IntType(1), ir.IntType(16), ir.VoidType()
-INTEGERS = ir.VectorType(INT32, LANES)
-UNROLLED = 4  # inputs of an inner loop's iteration; with more, sums no longer stay in registers
+INTEGERS, SHORTS = ir.VectorType(INT32, LANES), ir.VectorType(SHORT, LANES)
+PAIRS = ir.VectorType(BFloat(), 2 * LANES)
+UNROLLED = 4  # inputs, or pairs of them, of an inner loop's iteration; with more, sums no longer stay in registers
+PAIRS_OF_GROUP = GROUP_SIZE // 2
 STRIP_BYTES = 1 << 17  # see products
 AHEAD_BYTES = 4096  # distance of prefetches from a read
+binding.initialize_native_asmparser()
+HAS_DOTS = all(binding.get_host_cpu_features().get(name, False) for name in ("avx512bf16", "avx512bw"))
+DOT_FORMATS = ("bf16", "int8", "int4")  # whose numbers bfloat16 holds
+
+
+def has_dots(layout: Layout) -> bool:
+    """Tells whether vectors multiply this layout by VDPBF16PS on this CPU."""
+    return HAS_DOTS and layout.num_parts == 1 and layout.name in DOT_FORMATS
+
+
+def group_floats(layout: Layout) -> int:
+    """Returns the floats that prepare_rows writes for a group of a row: its pairs, and for int4 its sum."""
+    return PAIRS_OF_GROUP * has_dots(layout) + (layout.num_scales > 1)
 
 
 def most_tile_rows(features: dict[str, bool]) -> int:
@@ -55,11 +89,11 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
     It takes the parameters of `products.multiply_blocks` from y on.
     """
-    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS]
-    function, builder = new_function(module, f"row_blocks_{layout.name}", kinds)
+    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES]
+    function, builder = new_function(module, f"row_blocks_{layout.title}", kinds)
     if builder is None:
         return function
-    y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, sums = function.args
+    y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed, _ = function.args
     block_bytes = builder.mul(ceil_divide(builder, num_inputs, layout.unit_rows), INT64(layout.unit_bytes))
     end = function.append_basic_block()
     choice = builder.switch(num_rows, end)
@@ -71,7 +105,7 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
                 column = builder.mul(block, INT64(LANES))
                 target, left = builder.gep(y, [column]), builder.sub(num_columns, column)
                 stored = builder.gep(weights, [builder.mul(block, block_bytes)])
-                builder.call(tile, [target, y_stride, x, x_stride, stored, num_inputs, left, adds, sums])
+                builder.call(tile, [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed])
             builder.branch(end)
     builder.position_at_end(end)
     builder.ret_void()
@@ -81,29 +115,38 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Function:
     """Returns the function for y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ one block of weights.
 
-    Parameters: y, its row stride, x, its row stride, the block, num_inputs, num_columns (more than LANES counts as
-    LANES), adds, and the sums of x's groups [num_rows, num_groups]. One block at a time reads memory as one stream;
-    several blocks side by side are slower.
+    Parameters: y, its row stride, x, its row stride, the block, num_inputs, num_columns (more count as
+    LANES), adds, and what prepare_rows made of x. One block at a time reads memory as one stream; several blocks side
+    by side are slower.
     """
     kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS]
-    function, builder = new_function(module, f"row_tile_{layout.name}_{num_rows}", kinds)
+    function, builder = new_function(module, f"row_tile_{layout.title}_{num_rows}", kinds)
     if builder is None:
         return function
-    y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, x_sums = function.args
+    y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, packed = function.args
+    num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    if has_dots(layout):
+        # The rows' pairs are read by assembly, so that LLVM must not take them for unread.
+        builder.asm(ir.FunctionType(VOID, []), "", "~{memory}", [], side_effect=True)
+        x, x_stride = packed_pairs(builder, layout, packed, num_groups)
+        count, group_size = builder.mul(num_groups, INT64(PAIRS_OF_GROUP)), PAIRS_OF_GROUP
+    else:
+        count, group_size = num_inputs, GROUP_SIZE
     rows = [builder.gep(x, [builder.mul(INT64(r), x_stride)]) for r in range(num_rows)]
     totals = new_sums(builder, num_rows)
     if layout.num_scales:
-        num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
         with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (index, _):
-            first = builder.mul(index, INT64(GROUP_SIZE))
-            size = least(builder, builder.sub(num_inputs, first), INT64(GROUP_SIZE))
+            first = builder.mul(index, INT64(group_size))
+            size = INT64(group_size)
+            if not has_dots(layout):
+                size = least(builder, builder.sub(count, first), size)
             group = builder.gep(block, [builder.mul(index, INT64(layout.unit_bytes))])
             sums = new_sums(builder, num_rows)
             add_products(builder, layout, [builder.gep(row, [first]) for row in rows], group, size, sums)
             offsets = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
-            add_group(builder, layout, group, sums, x_sums, offsets, totals)
+            add_group(builder, layout, group, sums, packed, offsets, totals)
     else:
-        add_products(builder, layout, rows, block, num_inputs, totals)
+        add_products(builder, layout, rows, block, count, totals)
     for r, total in enumerate(totals):
         put(builder, total, builder.gep(y, [builder.mul(INT64(r), y_stride)]), num_columns, adds)
     builder.ret_void()
@@ -111,22 +154,39 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
 
 
 def add_products(builder, layout: Layout, rows, block, count, sums) -> None:
-    """Emits sums[r] += rows[r][k] * block[k] for k = 0, 1, ... count - 1, by fused multiply-adds."""
+    """Emits sums[r] += rows[r][k] * block[k] for k = 0, 1, ... count - 1, fused; of pairs by dots."""
+    has_pairs = has_dots(layout)
+    step_bytes = layout.row_bytes * (1 + has_pairs)
 
     def add(k, step):
-        weights = numbers(builder, layout, block, k, step)
+        weights = (pairs if has_pairs else numbers)(builder, layout, block, k, step)
         for row, total in zip(rows, sums, strict=True):
-            x = splat(builder, load(builder, row, builder.add(k, INT64(step)), FLOAT), LANES)
-            builder.store(multiply_add(builder, x, weights, builder.load(total)), total)
+            if has_pairs:
+                builder.store(dot(builder, builder.load(total), row, k, step, weights), total)
+            else:
+                x = splat(builder, load(builder, row, builder.add(k, INT64(step)), FLOAT), LANES)
+                builder.store(multiply_add(builder, x, weights, builder.load(total)), total)
 
     whole = builder.and_(count, INT64(-UNROLLED))
     with cgutils.for_range_slice(builder, INT64(0), whole, INT64(UNROLLED), INT64) as (k, _):
-        address = builder.gep(block, [builder.mul(k, INT64(layout.row_bytes))])
-        ask_ahead(builder, address, UNROLLED * layout.row_bytes)
+        address = builder.gep(block, [builder.mul(k, INT64(step_bytes))])
+        ask_ahead(builder, address, UNROLLED * step_bytes)
         for step in range(UNROLLED):
             add(k, step)
-    with cgutils.for_range_slice(builder, whole, count, INT64(1), INT64) as (k, _):
-        add(k, 0)
+    if not has_pairs:  # pairs are padded to whole groups
+        with cgutils.for_range_slice(builder, whole, count, INT64(1), INT64) as (k, _):
+            add(k, 0)
+
+
+def dot(builder, sums, row, k, step: int, weights):
+    """Returns sums + row[k + step]'s odd number * the weights' odd ones + even * even, pairs of bfloat16.
+
+    Each product is added by a fused multiply-add. Denormal numbers count as 0, and become 0 in sums. This is assembly,
+    because LLVM has no pattern that reads the row within the instruction: a broadcast before it takes a quarter longer.
+    """
+    kind = ir.FunctionType(VECTOR, [VECTOR, FLOATS, INT64, INT32, INTEGERS])
+    text = "vdpbf16ps ${4:c}($2,$3,4){1to16}, $5, $0"
+    return builder.asm(kind, text, "=v,0,r,r,i,v", [sums, row, k, INT32(4 * step), weights], side_effect=False)
 
 
 def add_group(builder, layout: Layout, group, sums, x_sums, offsets, totals) -> None:
@@ -166,45 +226,137 @@ def numbers(builder, layout: Layout, block, k, step: int = 0):
     return builder.sitofp(builder.and_(values, splat(builder, INT32(15), LANES)), VECTOR)
 
 
+def pairs(builder, layout: Layout, block, pair, step: int = 0):
+    """Returns the numbers of pair `pair + step` of the block's rows as bfloat16, the even row's in the low bits."""
+    pair = builder.add(pair, INT64(step))
+    if layout.name == "int8":
+        both = [numbers(builder, layout, block, builder.mul(pair, INT64(2)), i) for i in range(2)]
+        return join_pairs(builder, *both)
+    stored = read(
+        builder,
+        builder.gep(block, [builder.mul(pair, INT64(2 * layout.row_bytes))]),
+        INT32 if layout.name == "bf16" else BYTE,
+    )
+    return stored if layout.name == "bf16" else _look_up_pairs(builder, stored)
+
+
+def join_pairs(builder, even, odd):
+    """Joins two vectors of floats that are bfloat16 numbers."""
+    even, odd = (builder.bitcast(values, INTEGERS) for values in (even, odd))
+    return builder.or_(builder.lshr(even, integers(16)), odd)
+
+
+def _look_up_pairs(builder, stored):
+    """Returns bytes of two int4 numbers as bfloat16, [LANES] pairs, by a table of sixteen."""
+    values = builder.zext(stored, INTEGERS)
+    indices = builder.and_(builder.or_(values, builder.shl(values, integers(12))), integers(0xF000F))
+    numbers = np.arange(16, dtype=ml_dtypes.bfloat16).view(np.uint16).tolist()
+    kind = ir.VectorType(SHORT, 2 * LANES)
+    look_up = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [kind, kind]), "llvm.x86.avx512.permvar.hi.512"
+    )
+    found = builder.call(look_up, [kind(numbers * 2), builder.bitcast(indices, kind)])
+    return builder.bitcast(found, INTEGERS)
+
+
 def scale(builder, layout: Layout, group, index: int):
     """Returns the group's scales (index 0) or minimums (1) as floats, [LANES]."""
     address = builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
     return builder.fpext(read(builder, address, HALF), VECTOR)
 
 
+def packed_pairs(builder, layout: Layout, packed, num_groups):
+    """Returns the address of packed rows, behind the sums of their groups, and their distance in pairs.
+
+    A cache line between rows keeps rows of 4 KiB from competing for the same lines of the cache.
+    """
+    sums = builder.mul(num_groups, INT64(TILE_ROWS * (layout.num_scales > 1)))
+    distance = builder.add(builder.mul(num_groups, INT64(PAIRS_OF_GROUP)), INT64(LANES))
+    return builder.gep(packed, [sums]), distance
+
+
 def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
     """Returns the function of `products.prepare_rows`, or None if products read the rows alone."""
-    return sums_function(module) if layout.num_scales > 1 else None
+    if not group_floats(layout):
+        return None
+    kinds = [FLOATS, FLOATS, INT64, INT64, INT64]
+    function, builder = new_function(module, f"pack_rows_{layout.title}", kinds)
+    if builder is None:
+        return function
+    packed, x, x_stride, num_inputs, num_rows = function.args
+    num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    if layout.num_scales > 1:
+        values = [packed, x, x_stride, num_inputs, num_rows]
+        builder.call(sums_function(module, is_rounded=has_dots(layout)), values)
+    if has_dots(layout):
+        target, distance = packed_pairs(builder, layout, packed, num_groups)
+        with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
+            inputs = builder.gep(x, [builder.mul(row, x_stride)])
+            own = builder.gep(target, [builder.mul(row, distance)])
+            num_halves = builder.mul(num_groups, INT64(2))
+            with cgutils.for_range_slice(builder, INT64(0), num_halves, INT64(1), INT64) as (half, _):
+                values = load_up_to(builder, inputs, builder.mul(half, INT64(LANES)), num_inputs)
+                address = builder.gep(own, [builder.mul(half, INT64(LANES // 2))])
+                store_bfloat16(builder, round_to_bfloat16(builder, values), address)
+    builder.ret_void()
+    return function
 
 
-def sums_function(module: ir.Module) -> ir.Function:
+def sums_function(module: ir.Module, *, is_rounded: bool) -> ir.Function:
     """Returns the function that sums the groups of rows of x; it takes the parameters of `products.prepare_rows`.
 
-    The two halves of a group are added, then the halves of the result, until one number is left. A shorter last group
-    is summed one by one.
+    The two halves of a group are added, then the halves of the result, until one number is left. is_rounded: sum the
+    inputs rounded to bfloat16.
     """
-    function, builder = new_function(module, "row_sums", [FLOATS, FLOATS, INT64, INT64, INT64])
+    kinds = [FLOATS, FLOATS, INT64, INT64, INT64]
+    function, builder = new_function(module, f"row_sums{'_rounded' * is_rounded}", kinds)
     if builder is None:
         return function
     sums, x, x_stride, num_inputs, num_rows = function.args
     num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
-    num_whole = builder.udiv(num_inputs, INT64(GROUP_SIZE))
     with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
         inputs = builder.gep(x, [builder.mul(row, x_stride)])
         target = builder.gep(sums, [builder.mul(row, num_groups)])
-        with cgutils.for_range_slice(builder, INT64(0), num_whole, INT64(1), INT64) as (group, _):
+        with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (group, _):
             at = builder.mul(group, INT64(GROUP_SIZE))
-            low, high = (load(builder, inputs, builder.add(at, INT64(i)), VECTOR) for i in (0, GROUP_SIZE // 2))
+            halves = [load_up_to(builder, inputs, builder.add(at, INT64(i)), num_inputs) for i in (0, LANES)]
+            low, high = (round_to_bfloat16(builder, half) for half in halves) if is_rounded else halves
             store(builder, add_halves(builder, [builder.fadd(low, high)]), target, group)
-        with builder.if_then(builder.icmp_unsigned("<", num_whole, num_groups)):
-            total = cgutils.alloca_once(builder, FLOAT)
-            builder.store(FLOAT(0.0), total)
-            first = builder.mul(num_whole, INT64(GROUP_SIZE))
-            with cgutils.for_range_slice(builder, first, num_inputs, INT64(1), INT64) as (k, _):
-                builder.store(builder.fadd(builder.load(total), load(builder, inputs, k, FLOAT)), total)
-            store(builder, builder.load(total), target, num_whole)
     builder.ret_void()
     return function
+
+
+def load_up_to(builder, inputs, k, num_inputs):
+    """Returns inputs[k : k + LANES], with 0 from num_inputs on."""
+    copy = cgutils.alloca_once(builder, VECTOR)
+    with builder.if_else(builder.icmp_signed("<=", builder.add(k, INT64(LANES)), num_inputs)) as (whole, part):
+        with whole:
+            builder.store(load(builder, inputs, k, VECTOR), copy)
+        with part:
+            builder.store(VECTOR([0.0] * LANES), copy)
+            with cgutils.for_range_slice(builder, k, num_inputs, INT64(1), INT64) as (at, _):
+                store(builder, load(builder, inputs, at, FLOAT), builder.bitcast(copy, FLOATS), builder.sub(at, k))
+    return builder.load(copy)
+
+
+def round_to_bfloat16(builder, values):
+    """Rounds to the nearest bfloat16, ties to even; the result is float32. NaN stays NaN."""
+    bits = builder.bitcast(values, INTEGERS)
+    is_odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
+    rounded = builder.add(bits, builder.add(is_odd, integers(0x7FFF)))
+    quiet = builder.or_(bits, integers(0x400000))
+    rounded = builder.select(builder.fcmp_unordered("uno", values, values), quiet, rounded)
+    return builder.bitcast(builder.and_(rounded, integers(-0x10000)), VECTOR)
+
+
+def store_bfloat16(builder, values, address) -> None:
+    """Stores floats that are bfloat16 numbers, [LANES], at an address of any alignment."""
+    shorts = builder.trunc(builder.lshr(builder.bitcast(values, INTEGERS), integers(16)), SHORTS)
+    builder.store(shorts, builder.bitcast(address, SHORTS.as_pointer()), align=2)
+
+
+def integers(value: int):
+    return INTEGERS([value] * LANES)
 
 
 def new_function(module: ir.Module, name: str, kinds) -> tuple[ir.Function, ir.IRBuilder | None]:
