@@ -23,7 +23,6 @@ from faser_backend.cpu.runner import Helper, LlvmRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.measure import Ladder
-from faser_backend.lab.bench.plan import plan_memory
 from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import Sizing
 from faser_backend.manifest import EngineManifest
@@ -173,17 +172,6 @@ def test_a_budget_leaves_out_what_it_has_no_time_for_and_says_so(options: BenchO
     assert {(row["load"], row["temperature"]) for row in bench["rows"]} == {("low", 0.0)}
     left_out = [text for text in bench["meta"]["missing"] if "the time budget was spent" in text]
     assert len(left_out) == 7 + 4 and bench["meta"]["repeats"] == 1  # loads and timelines
-
-
-def test_memory_is_planned_before_engines_are_opened(options: BenchOptions):
-    assert options.engine_dir is not None
-    manifest = EngineManifest.load(options.engine_dir)
-    roomy, tight = plan_memory(manifest, 10, 1 << 40), plan_memory(manifest, 10, 300 << 20)
-    one_context = manifest.target.spec.max_context // manifest.kv_block_size
-    assert roomy.num_kv_blocks > tight.num_kv_blocks >= one_context
-    assert roomy.words.startswith("memory: about ") and "1024.0 GiB are available" in roomy.words
-    with pytest.raises(ConfigError, match=r"10 engines with one context of \d+ tokens each do not fit; choose fewer"):
-        plan_memory(manifest, 10, 1 << 20)
 
 
 @pytest.fixture

@@ -24,17 +24,6 @@ def test_names_say_who_drafts() -> None:
         compare.config_of("fixed:4 (ngrams)")
 
 
-def test_several_directories_are_told_apart_by_name() -> None:
-    one, two = Path("a/one"), Path("a/two")
-    assert compare.contestants([one], ["none"]) == {"none": (one, "none")}
-    assert list(compare.contestants([one, two], ["none", "faser"])) == [
-        "one none",
-        "one faser",
-        "two none",
-        "two faser",
-    ]
-
-
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"

@@ -13,7 +13,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab.shapes import MACHINES, PAIRS, layer_weights
 from faser_backend.lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
-from faser_backend.lab.simulation.costs import kv_capacity_tokens, roofline, with_host
+from faser_backend.lab.simulation.costs import kv_capacity_tokens, roofline
 from faser_backend.lab.simulation.worlds import roofline_world, spread_levels
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import logits
@@ -64,15 +64,6 @@ def test_the_fitted_process_accepts_as_the_held_out_texts_do(kind):
     assert is_match.mean() == pytest.approx(stored["match_rate"][0], abs=2e-3)
 
 
-@pytest.mark.parametrize("auc", [0.6, 0.75, 0.9])
-def test_exits_tell_accepted_from_rejected_as_well_as_asked_for(auc):
-    process = demo_process("sampled").with_exits((auc,))
-    _, is_match, (margins,) = process.sample(200, 100)
-    rng = np.random.default_rng(0)
-    right, wrong = (rng.choice(margins[of], 200_000) for of in (is_match, ~is_match))
-    assert (right > wrong).mean() == pytest.approx(auc, abs=0.02)
-
-
 def test_policies_are_told_the_truth_about_the_exit():
     world = roofline_world("h100", "qwen3-32b/0.6b", max_context=1000)
     (exit_,) = world.knowledge().exits
@@ -105,18 +96,6 @@ def test_requests_differ_as_planted_and_in_nothing_else(levels):
     assert rates.std() == pytest.approx(np.std(levels), abs=0.03)
     if len(levels) == 2:
         assert np.mean(rates > 0.75) == pytest.approx(0.5, abs=0.1)
-
-
-def test_a_slow_host_makes_small_calls_slow_and_leaves_large_ones():
-    costs = roofline(MACHINES["h100"], PAIRS["qwen3-32b/0.6b"])
-    slow = with_host(costs, 6.6, 2.0)
-    for partition in costs.partitions:
-        few, many = (slow.call_us(DRAFT, partition, rows, rows, 0) for rows in (1, 8192))
-        assert few == pytest.approx(6600, rel=0.01)
-        assert many == pytest.approx(costs.call_us(DRAFT, partition, 8192, 8192, 0), rel=0.02)
-    assert slow.call_us(TARGET, WHOLE, 1, 1, 0) == costs.call_us(TARGET, WHOLE, 1, 1, 0)
-    assert slow.overhead.step(4, 8) - costs.overhead.step(4, 8) == pytest.approx(2000 - 60)
-    assert {name.partition("/")[0] for name in costs.partitions} == {WHOLE, "8", "16", "24", "32", "48", "64"}
 
 
 # -- the command ---------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.traces import Trace, arriving_as, fitted_to, read_trace, with_mean_lengths, with_rate_curve
+from faser_backend.lab.traces import Trace, arriving_as, fitted_to, read_trace, with_rate_curve
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 LINES = [f"2023-11-16 18:15:{46 + i}.6805900,{374 + i},{44 + i}\n" for i in range(6)]
@@ -60,19 +60,6 @@ def test_a_missing_file_and_too_few_requests_are_refused(csv, tmp_path):
         read_trace(csv(), 7)
 
 
-def test_a_rate_curve_has_its_mean_and_its_swing():
-    trace = with_rate_curve(many(), 8.0, 35.0, seed=3)
-    assert trace.rate == pytest.approx(8.0, rel=0.02)
-    span = trace.arrivals_s[-1]
-    # Over the twentieth around the peak and the two halves of it at the ends, the rate is near its extremes.
-    at_peak = np.count_nonzero(np.abs(trace.arrivals_s / span - 0.5) < 0.025)
-    at_trough = np.count_nonzero(np.abs(trace.arrivals_s / span - 0.5) > 0.475)
-    assert 22 < at_peak / at_trough < 50
-    assert (np.diff(trace.arrivals_s) >= 0).all()
-    again, other = with_rate_curve(many(), 8.0, 35.0, seed=3), with_rate_curve(many(), 8.0, 35.0, seed=4)
-    assert (trace.arrivals_s == again.arrivals_s).all() and (trace.arrivals_s != other.arrivals_s).any()
-
-
 @pytest.mark.parametrize(("rate", "ratio"), [(0.0, 35.0), (-1.0, 35.0), (5.0, 0.5), (5.0, 2000.0)])
 def test_impossible_curves_are_refused(rate, ratio):
     with pytest.raises(ConfigError, match=r"rate = |peak-trough = "):
@@ -92,12 +79,3 @@ def test_lengths_are_fitted_to_a_context_and_the_report_says_so():
     assert fitted.longest <= 60 and fitted.num_output_tokens.min() >= 1
     assert "lengths scaled by 0.5" in fitted.description
     assert fitted_to(many(), 500).description == "made up"
-
-
-def test_lengths_can_be_given_the_means_of_another_data_set(csv):
-    trace = with_mean_lengths(read_trace(csv()), 755, 200)
-    assert trace.num_prompt_tokens.mean() == pytest.approx(755, abs=1)
-    assert trace.num_output_tokens.mean() == pytest.approx(200, abs=1)
-    assert trace.num_prompt_tokens.std() > 1
-    with pytest.raises(ConfigError, match="lengths = 0/200"):
-        with_mean_lengths(trace, 0, 200)
