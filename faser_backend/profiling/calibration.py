@@ -28,16 +28,14 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.calibration import (
     KINDS,
-    MARGIN_KNOTS,
     MarginCounts,
     MatchCalibration,
     logits,
-    margin_bins,
     sigmoid,
 )
 from faser_backend.policy.early_exit import NUM_CANDIDATES, ExitCalibration
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
-from faser_backend.serving.profile_store import Calibration, ReliabilityBin
+from faser_backend.serving.profile_store import Calibration
 from faser_backend.text.prompts import PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 
@@ -263,7 +261,6 @@ def fit(chains: Chains, layers: dict[int, int], source: str) -> Calibration:
         num_fitted=outcomes[0].size,
         num_held_out=outcomes[1].size,
         margins=counts,
-        reliability=_reliability(*halves[1]),
         exits=tuple(_fit_exit(segment, layer, *halves) for segment, layer in sorted(layers.items()) if can_fit),
     )
 
@@ -332,20 +329,6 @@ def threshold_for(survival: np.ndarray, is_useful: np.ndarray, num_kept: int) ->
     """Returns the largest threshold on survival [N, K] that keeps num_kept of the useful rows, bool [N, K]."""
     useful = np.sort(survival[is_useful])[::-1]
     return float(useful[min(num_kept, useful.size) - 1]) if num_kept and useful.size else 1.0
-
-
-def _reliability(held_out: Chains, chances: np.ndarray) -> tuple[ReliabilityBin, ...]:
-    tested = held_out.is_tested
-    predicted, accepted, bins = chances[tested], held_out.is_accepted[tested], margin_bins(held_out.margins[tested])
-    return tuple(
-        ReliabilityBin(
-            float(MARGIN_KNOTS[index]),
-            float(predicted[bins == index].mean()),
-            float(accepted[bins == index].mean()),
-            int((bins == index).sum()),
-        )
-        for index in np.unique(bins)
-    )
 
 
 def _share(holds: np.ndarray, among: np.ndarray) -> float:

@@ -61,7 +61,6 @@ class Case:
     counts: tuple[int, ...]
     context: int
     num_logit_rows: int
-    is_held_out: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -76,19 +75,13 @@ class Case:
 def choose_cases(model: str, max_context: int, rng: np.random.Generator, share: float = 1.0) -> list[Case]:
     """Returns the cases of a model, each within max_context.
 
-    share: of the fitted and of the held-out cases; together at least MIN_CASES are chosen.
+    share: of all cases; at least MIN_CASES are chosen.
     """
-    fitted = _uniform_grid(model, max_context) + _prefill_grid(max_context)
-    fitted += [_random_case(model, max_context, rng, is_held_out=False) for _ in range(NUM_RANDOM)]
-    seen, held_out = set(fitted), []
-    while len(held_out) < NUM_RANDOM:
-        case = _random_case(model, max_context, rng, is_held_out=True)
-        if replace(case, is_held_out=False) not in seen:
-            held_out.append(case)
-    share = max(share, min(MIN_CASES / (len(fitted) + len(held_out)), 1.0))
-    parts = ((cases, max(round(share * len(cases)), 1)) for cases in (fitted, held_out))
+    cases = _uniform_grid(model, max_context) + _prefill_grid(max_context)
+    cases += [_random_case(model, max_context, rng) for _ in range(NUM_RANDOM)]
+    num_chosen = min(max(round(share * len(cases)), MIN_CASES), len(cases))
     # Spread evenly over the grid, ends included: the fit cannot extrapolate.
-    return [cases[i] for cases, count in parts for i in np.linspace(0, len(cases) - 1, count).round().astype(int)]
+    return [cases[i] for i in np.linspace(0, len(cases) - 1, num_chosen).round().astype(int)]
 
 
 def make_batch(
@@ -146,7 +139,7 @@ def _prefill_grid(max_context: int) -> list[Case]:
     return cases
 
 
-def _random_case(model: str, max_context: int, rng: np.random.Generator, *, is_held_out: bool) -> Case:
+def _random_case(model: str, max_context: int, rng: np.random.Generator) -> Case:
     """Returns a random case inside the grid. 70 % of those of the target have ragged lengths."""
     num_sequences = round(float(np.exp(rng.uniform(0.0, np.log(MAX_SEQUENCES)))))
     if model == DRAFT:
@@ -157,4 +150,4 @@ def _random_case(model: str, max_context: int, rng: np.random.Generator, *, is_h
     context = int(rng.uniform(0.05, 0.95) * max_context)
     context = max(min(context, max_context - int(counts.max())), 0)
     num_logits = num_sequences if model == DRAFT else int(counts.sum())
-    return Case(tuple(counts.tolist()), context, num_logits, is_held_out)
+    return Case(tuple(counts.tolist()), context, num_logits)

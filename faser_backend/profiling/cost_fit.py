@@ -131,11 +131,6 @@ def non_negative_least_squares(matrix: np.ndarray, goal: np.ndarray) -> np.ndarr
     return x
 
 
-def mean_absolute_percentage_error(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """Returns the MAPE in percent of predicted [N] against measured [N] > 0."""
-    return float(np.abs(predicted / measured - 1.0).mean() * 100.0)
-
-
 def _knots_below(knots: tuple[int, ...], largest: float) -> np.ndarray:
     """Returns the knots below the largest value: no data supports a slope beyond it."""
     return np.array([knot for index, knot in enumerate(knots) if index == 0 or knot < largest], np.float64)

@@ -30,15 +30,14 @@ from faser_backend.core.request import Sampling
 from faser_backend.device.partition import ComputePartition, PartitionMenu, split_name
 from faser_backend.device.runtime import KvStorage, ModelPair, OpenRunner
 from faser_backend.manifest import ModelEngine
-from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel
+from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost
 from faser_backend.profiling.cases import MAX_SEQUENCES, Case, make_batch
-from faser_backend.profiling.cost_fit import CallShapes, fit_call_cost, mean_absolute_percentage_error
-from faser_backend.serving.profile_store import FitError
+from faser_backend.profiling.cost_fit import CallShapes, fit_call_cost
 from faser_backend.serving.runtimes import AnyRuntime
 
 MAX_POOL_BYTES = 512 << 20
 CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner caches
-MIN_GROUP_CASES = 6  # of each kind, fitted and held out, that are measured whatever they cost
+MIN_GROUP_CASES = 12  # that are measured whatever they cost
 DRAFT_RUN = 4  # consecutive calls of a draft sample, which is their mean
 TARGET_WARM_US = 4000.0  # of calls of its own shape, before a target sample
 
@@ -140,7 +139,7 @@ def is_chain(counts: np.ndarray | tuple[int, ...], num_logit_rows: int) -> bool:
 
 def chain_case(case: Case, num_tokens: int, max_context: int) -> Case:
     """Returns the case with a context that leaves room for num_tokens more."""
-    return Case(case.counts, max(min(case.context, max_context - num_tokens), 0), case.num_logit_rows, case.is_held_out)
+    return Case(case.counts, max(min(case.context, max_context - num_tokens), 0), case.num_logit_rows)
 
 
 def open_loop(runtime: AnyRuntime, runner: OpenRunner, num_tokens: int) -> DraftLoop | None:
@@ -228,9 +227,7 @@ class Bench:
         cheap_first = warm.argsort()
         sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
         is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= budget_s * 1e6
-        is_held_out = np.array([calls[index][0].is_held_out for index in cheap_first])
-        for kind in (is_held_out, ~is_held_out):
-            is_affordable[np.flatnonzero(kind)[:MIN_GROUP_CASES]] = True
+        is_affordable[:MIN_GROUP_CASES] = True
         kept = cheap_first[is_affordable]
         samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
         for sweep in range(self._max_sweeps):
@@ -315,33 +312,10 @@ def _bound_thread(share: ComputePartition) -> Iterator[ThreadPoolExecutor]:
 
 
 def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tuple[CallCost, ...]:
-    """Fits a cost per segment to the points that are not held out. pads: see CostModel.is_padded."""
-    fitted = [point for point in points if not point.case.is_held_out]
-    shapes = shapes_of([point.case for point in fitted], widths, pads=pads)
-    times = np.array([point.segment_us for point in fitted])
+    """Fits a cost per segment. pads: see CostModel.is_padded."""
+    shapes = shapes_of([point.case for point in points], widths, pads=pads)
+    times = np.array([point.segment_us for point in points])
     return tuple(fit_call_cost(shapes, times[:, segment]) for segment in range(times.shape[1]))
-
-
-def fit_error(model: CostModel, share: Share, points: list[Sampled]) -> FitError:
-    """Returns the errors of whole calls, on the fitted and on the held-out points."""
-    cases = [point.case for point in points]
-    predicted = model.call_us(
-        share.model,
-        share.partition,
-        np.array([case.num_rows for case in cases]),
-        np.array([len(case.counts) for case in cases]),
-        np.array([case.context for case in cases]),
-        max_rows=np.array([max(case.counts) for case in cases]),
-        num_logit_rows=np.array([case.num_logit_rows for case in cases]),
-    )
-    measured = np.array([sum(point.segment_us) for point in points])
-    is_held_out = np.array([case.is_held_out for case in cases])
-    fitted, held_out = (
-        mean_absolute_percentage_error(predicted[of], measured[of]) for of in (~is_held_out, is_held_out)
-    )
-    num_held_out = int(is_held_out.sum())
-    spread = float(np.median([point.spread for point in points]) * 100.0)
-    return FitError(share.model, share.partition, len(cases) - num_held_out, num_held_out, fitted, held_out, spread)
 
 
 def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:

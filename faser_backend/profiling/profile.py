@@ -27,7 +27,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.cost_model import CostModel, OverheadCost
 from faser_backend.profiling.calibration import TOKENS_EACH, calibrate
 from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effort, choose_cases, share_within
-from faser_backend.profiling.measure import Bench, Sampled, Share, fit_error, fit_segments, shares_of
+from faser_backend.profiling.measure import Bench, Sampled, Share, fit_segments, shares_of
 from faser_backend.profiling.step_costs import LENGTHS, LOADS, TRIM_LENGTHS, WALL, StepMeter, phases_of_steps
 from faser_backend.profiling.tables import print_tables
 from faser_backend.serving.compose import engine_on
@@ -129,13 +129,12 @@ class _Profiler:
         calls = CostModel(costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0), widths, is_measured=True, is_padded=pads)
         overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
         self.report("done", 1.0)
-        model = replace(calls, overhead=overhead)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             costs=costs,
             overhead=overhead,
-            errors=tuple(fit_error(model, share, points) for share, points in sampled.items()),
+            spread=float(np.median([point.spread for points in sampled.values() for point in points])),
             calibration=calibration,
         )
 

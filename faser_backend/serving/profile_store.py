@@ -26,7 +26,7 @@ from faser_backend.serving.default_costs import ModelSize, default_cost_model
 from faser_backend.serving.runtimes import identity_of, key_columns_of
 from faser_backend.version import VERSION
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 PROFILE_FILE = "profile.json"
 _SHOWN = {
     "cpu": "CPU",
@@ -79,41 +79,14 @@ class Fingerprint:
         return found + ([f"other engine files ({', '.join(changed)})"] if changed else [])
 
 
-@dataclass(frozen=True, slots=True)
-class FitError:
-    """The error of the fit of one model on one partition, over whole calls: MAPE in percent.
-
-    spread_percent: the median over cases of the interquartile range, which shows the machine's noise.
-    """
-
-    model: str
-    partition: str
-    num_fitted: int
-    num_held_out: int
-    fitted_percent: float
-    held_out_percent: float
-    spread_percent: float
-
-
-@dataclass(frozen=True, slots=True)
-class ReliabilityBin:
-    """Held-out tested tokens of one bin of draft margins: mean predicted and observed chance."""
-
-    margin: float  # the start of the bin
-    predicted: float
-    observed: float
-    num_tested: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Calibration:
-    """A pair's chances of acceptance, and their errors on held-out texts."""
+    """A pair's chances of acceptance, and the value of its exits on held-out texts."""
 
     source: str  # of the texts
     num_fitted: int  # tested draft tokens
     num_held_out: int
     margins: dict[str, MarginCounts]  # of the fitted half, by kind of request
-    reliability: tuple[ReliabilityBin, ...]
     exits: tuple[ExitCalibration, ...]
 
     def as_dict(self) -> dict[str, Any]:
@@ -128,7 +101,6 @@ class Calibration:
                     for kind, counts in self.margins.items()
                 },
             },
-            "reliability": [asdict(each) for each in self.reliability],
             "exits": [{"calibration": asdict(each)} for each in self.exits],
         }
 
@@ -140,7 +112,6 @@ class Calibration:
             num_fitted=int(fields["num_fitted"]),
             num_held_out=int(fields["num_held_out"]),
             margins=_margins_from(fields["margins"]),
-            reliability=tuple(ReliabilityBin(**each) for each in fields["reliability"]),
             exits=tuple(_exit_from(each["calibration"]) for each in fields["exits"]),
         )
 
@@ -178,7 +149,7 @@ class Profile:
     date: str
     costs: dict[tuple[str, str], tuple[CallCost, ...]]
     overhead: OverheadCost
-    errors: tuple[FitError, ...]
+    spread: float  # median over calls of the interquartile range over the median: the noise of the machine
     calibration: Calibration
 
     def save(self, engine_dir: Path) -> None:
@@ -187,7 +158,7 @@ class Profile:
             "format_version": FORMAT_VERSION,
             "date": self.date,
             "fingerprint": self.fingerprint.as_dict(),
-            "errors": [asdict(error) for error in self.errors],
+            "spread": self.spread,
             "overhead": asdict(self.overhead),
             "calibration": self.calibration.as_dict(),
             "costs": [
@@ -282,7 +253,7 @@ def _profile_from(fields: dict[str, Any]) -> Profile:
             for entry in fields["costs"]
         },
         overhead=OverheadCost(**{name: float(_times_from(us)) for name, us in fields["overhead"].items()}),
-        errors=tuple(FitError(*map(error.__getitem__, FitError.__slots__)) for error in fields["errors"]),
+        spread=float(fields["spread"]),
         calibration=Calibration.from_dict(fields["calibration"]),
     )
 
