@@ -7,7 +7,6 @@ never or almost always right, is left out.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner, TrimRule
+from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, Sampling
@@ -93,21 +92,16 @@ class Chains:
 
 
 class ProbePolicy:
-    """A policy for measuring: a fixed length for all sequences, one pruner, and trim rules that alternate by step."""
+    """A policy for measuring: a fixed length for all sequences, and one pruner."""
 
     is_drafting = True
     partitions = (WHOLE,)
 
-    def __init__(
-        self, num_draft_tokens: int, pruner: Pruner | None = None, trims: Sequence[TrimRule | None] = (None,)
-    ) -> None:
-        self._num_draft_tokens = num_draft_tokens
-        self._pruner = pruner
-        self._trims = itertools.cycle(trims)
+    def __init__(self, num_draft_tokens: int, pruner: Pruner | None = None) -> None:
+        self._num_draft_tokens, self._pruner = num_draft_tokens, pruner
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        lengths = [self._num_draft_tokens] * len(sequences)
-        return Decision(lengths, pruner=self._pruner, trim=next(self._trims))
+        return Decision([self._num_draft_tokens] * len(sequences), pruner=self._pruner)
 
     def observe(self, record: StepRecord) -> None:
         """Learns nothing."""

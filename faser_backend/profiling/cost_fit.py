@@ -70,19 +70,6 @@ def fit_overhead(
     return OverheadCost(*map(float, step), *draft, draft_round_us=round_us, draft_round_sequence_us=sequence_us)
 
 
-def fit_trim(
-    num_sequences: np.ndarray, num_draft_tokens: np.ndarray, untrimmed_us: np.ndarray, trimmed_us: np.ndarray
-) -> tuple[float, float]:
-    """Returns trim_us and trim_sequence_us of OverheadCost, from N rounds of drafting, arrays [N] float64.
-
-    Each round has num_draft_tokens > 0 calls and was timed with and without a trim decision after every call. The
-    decision which rows to verify counts as one of these: a chain that a trim ends has both.
-    """
-    per_call = np.stack([np.ones_like(num_sequences), num_sequences], axis=1)
-    call_us, sequence_us = fit_non_negative(num_draft_tokens[:, None] * per_call, trimmed_us, known=untrimmed_us)
-    return float(call_us), float(sequence_us)
-
-
 def fit_non_negative(features: np.ndarray, measured: np.ndarray, *, known: np.ndarray | None = None) -> np.ndarray:
     """Fits weights [F] >= 0 so that known [N] + features [N, F] @ weights is near measured [N] > 0 in relative error.
 

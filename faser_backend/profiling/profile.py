@@ -28,7 +28,7 @@ from faser_backend.policy.cost_model import CostModel, OverheadCost
 from faser_backend.profiling.calibration import TOKENS_EACH, calibrate
 from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effort, choose_cases, share_within
 from faser_backend.profiling.measure import Bench, Sampled, Share, fit_segments, shares_of
-from faser_backend.profiling.step_costs import LENGTHS, LOADS, TRIM_LENGTHS, WALL, StepMeter, phases_of_steps
+from faser_backend.profiling.step_costs import LENGTHS, LOADS, TRIM, WALL, StepMeter, phases_of_steps
 from faser_backend.profiling.tables import print_tables
 from faser_backend.serving.compose import engine_on
 from faser_backend.serving.loading import shown_phases
@@ -157,7 +157,6 @@ class _Profiler:
         num_calls = sum(len(cases[share.model]) for share in self.shares)
         waves = -(-effort.num_requests // MAX_SEQUENCES)
         rounds = 3 * len(LENGTHS) * (effort.num_steps + 2)
-        rounds += len(TRIM_LENGTHS) * (effort.num_trim_steps + 2) if self.models.draft is not None else 0
         num_exit_steps = 4 * effort.num_exit_repeats if self.manifest.exit_layers else 0
         calls_s = CALLS_PER_CASE * num_calls * SHORTER * each / max(len(step_s), 1)
         return (
@@ -178,7 +177,7 @@ class _Profiler:
         steps.visit()
         found = steps.lanes()
         if self.models.draft is not None:
-            found |= steps.trim()
+            found |= TRIM
         if self.manifest.exit_layers:
             found |= steps.exits(self.models.target)
         steps.visit()

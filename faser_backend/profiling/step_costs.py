@@ -1,9 +1,7 @@
 """Measures what a step costs outside its model calls, with the real engine on random prompts (`OverheadCost`).
 
 Plain steps show scheduling, packing, sampling and commit, and the time of drafting beyond its predicted calls (caches
-are full of the target's data at the first call of a round). For trims, steps with and without one alternate, so that
-both make the same calls in the same state of the machine.
-"""
+are full of the target's data at the first call of a round)."""
 
 from __future__ import annotations
 
@@ -16,24 +14,24 @@ from typing import Any
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import WHOLE, TrimRule
-from faser_backend.core.record import StepRecord
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request, Sampling
 from faser_backend.manifest import ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
-from faser_backend.policy.calibration import MarginCurve, MatchCalibration
+from faser_backend.policy.calibration import MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
 from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
 from faser_backend.profiling.calibration import MakeEngine, ProbePolicy
 from faser_backend.profiling.cases import Case, Effort, make_batch
-from faser_backend.profiling.cost_fit import fit_non_negative, fit_overhead, fit_trim
+from faser_backend.profiling.cost_fit import fit_non_negative, fit_overhead
 from faser_backend.profiling.measure import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
 LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
-TRIM_LENGTHS = (3, 6)  # in steps that trim alternately
+# Deciding which chains go on, per draft call and sequence: microseconds of a modest core. Policies learn the rest.
+TRIM = {"trim_us": 15.0, "trim_sequence_us": 3.0}
 EXIT_LENGTH = 4
 DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
 EXIT_PHASES = ("target_rows", "exit")
@@ -41,19 +39,6 @@ PROMPT_TOKENS, EXIT_CONTEXT_TOKENS = 8, 64
 LANE_REPEATS = 200
 WALL = "wall"
 _LEAST_US = 0.1  # of a difference that noise hides
-
-_KNOTS = MarginCurve.margin_knots  # as many as served rules have
-# Every token is certain and time is free.
-STOPS_NOTHING = TrimRule(
-    margin_knots=_KNOTS,
-    match_logits=np.full(_KNOTS.size, 40.0),
-    offsets=np.zeros(1),
-    margin_shares=np.full(_KNOTS.size, 1.0 / _KNOTS.size),
-    verify_us=np.ones(2),
-    draft_us=np.zeros(2),
-    tokens_per_us=0.0,
-    row_price=0.0,
-)
 
 
 class StepMeter:
@@ -87,28 +72,6 @@ class StepMeter:
             if times  # a short context may not hold one
         ]
         return fit_overhead(*np.array(found).T)
-
-    def trim(self) -> dict[str, float]:
-        """Measures the fields of OverheadCost for trims: deciding which chains go on after each draft call, and which
-        rows to verify. Where the device drafts whole chains, it is the time of cutting them afterwards.
-
-        Call for engines with a draft model; n-grams apply no trim rule.
-        """
-        num_steps, found = self._effort.num_trim_steps, []
-        with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{max(TRIM_LENGTHS)}"))) as engine:
-            for length in TRIM_LENGTHS:
-                for size in LOADS:
-                    records = records_of_steps(engine, size, length, num_steps, self._rng)
-                    plain, trimmed = (
-                        np.array([r.propose_us for r in records if (r.plan.decision.trim is not None) == is_trimmed])
-                        for is_trimmed in (False, True)
-                    )
-                    num_pairs = min(plain.size, trimmed.size)
-                    if num_pairs:  # a short context may not hold one
-                        added_us = np.median(trimmed[:num_pairs] - plain[:num_pairs])  # of neighbours
-                        found.append((size, length, np.median(plain), np.median(plain) + added_us))
-        trim_us, trim_sequence_us = fit_trim(*np.array(found).T) if found else (0.0, 0.0)
-        return {"trim_us": trim_us, "trim_sequence_us": trim_sequence_us}
 
     def exits(self, target: ModelEngine) -> dict[str, float]:
         """Measures the fields of OverheadCost for exits: computing scores, reading them, and removing rows.
@@ -188,26 +151,6 @@ class StepMeter:
                     medians.append(float(np.median(spent)) / 1e3)
                 added.append(max(medians[1] - medians[0], 0.0))
         return added
-
-
-def records_of_steps(
-    engine: Engine, num_sequences: int, num_draft_tokens: int, num_steps: int, rng: np.random.Generator
-) -> list[StepRecord]:
-    """Returns records of steps, alternately trimmed, in which all sequences decode and draft the full length."""
-    records: list[StepRecord] = []
-    engine.step_runner.scheduler.policy = ProbePolicy(num_draft_tokens, trims=(STOPS_NOTHING, None))
-    engine.step_runner.observers.append(records.append)
-    try:
-        phases_of_steps(engine, num_sequences, num_draft_tokens, num_steps, rng)
-    finally:
-        engine.step_runner.observers.remove(records.append)
-    return [
-        record
-        for record in records
-        if record.num_tokens.size == num_sequences
-        and not record.plan.prefills
-        and record.frontier.num_drafted.min() == num_draft_tokens
-    ]
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:

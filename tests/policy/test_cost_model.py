@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,7 +21,6 @@ from faser_backend.profiling.cost_fit import (
     fit_call_cost,
     fit_non_negative,
     fit_overhead,
-    fit_trim,
     non_negative_least_squares,
 )
 from faser_backend.serving.default_costs import ModelSize, default_cost_model
@@ -179,16 +176,6 @@ def test_overhead_is_found_again() -> None:
     assert found.draft_round(16) == pytest.approx(138, rel=1e-3)
     overrated = fit_overhead(sequences, lengths, step_us, draft_us, 2 * draft_us)
     assert overrated.draft_call(16) == overrated.draft_round(16) == 0.0, "never below nothing"
-
-
-def test_what_trimming_adds_is_found_again() -> None:
-    sequences, lengths = np.array([1.0, 8, 32] * 2), np.repeat([3.0, 6], 3)
-    untrimmed_us = lengths * (200 + 20 * sequences) + 100
-    found = fit_trim(sequences, lengths, untrimmed_us, untrimmed_us + lengths * (40 + 1.5 * sequences))
-    assert found == pytest.approx((40, 1.5), rel=1e-3)
-    overhead = replace(NO_OVERHEAD, trim_us=found[0], trim_sequence_us=found[1])
-    assert overhead.trim_call(np.array([1, 10])) == pytest.approx([41.5, 55.0], rel=1e-3)
-    assert fit_trim(sequences, lengths, untrimmed_us, 0.9 * untrimmed_us) == (0.0, 0.0), "never below nothing"
 
 
 @given(seed=st.integers(0, 10_000), num_rows=st.integers(1, 30), num_features=st.integers(1, 12))
