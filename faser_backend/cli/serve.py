@@ -50,7 +50,9 @@ def serve(
     if where.openai_port is not None:
         ports = {"triton": where.grpc_port, "triton_metrics": where.metrics_port}
         own = {key: f"{where.host}:{port}" for key, port in ports.items()} | {"port": where.openai_port}
-        shared = {"draft": engine.draft, "log_format": model.log_format, "max_text_bytes": serving.max_text_bytes}
+        shared = {"draft": engine.draft, "max_text_bytes": serving.max_text_bytes} | model.model_dump(
+            include={*LOGS.split()}
+        )
         given = openai.model_dump() | resolved | own | shared | {"model_name": name}
         command = [sys.executable, "-m", "faser_backend.cli", "openai", *_as_arguments(given)]
     parameters = serving.as_parameters() | engine.as_parameters() | model.as_parameters()
@@ -114,7 +116,7 @@ def reload(*, options: ReloadOptions) -> None:
     print(f"serving {options.engine_dir.resolve()} instead of {before}")
 
 
-@takes(openai=OpenAIOptions, engine=(EngineConfig, "draft"), model=(ModelOptions, "log_format"))
+@takes(openai=OpenAIOptions, engine=(EngineConfig, "draft"), model=(ModelOptions, LOGS))
 def openai(*, openai: OpenAIOptions, engine: EngineConfig, model: ModelOptions) -> None:
     """Serve OpenAI's API in front of a running Triton.
 
@@ -127,4 +129,4 @@ def openai(*, openai: OpenAIOptions, engine: EngineConfig, model: ModelOptions) 
     set_up_logging(model.log_format, "openai", logging.WARNING)
     if openai.engine_dir is None and openai.model_name is None:
         openai = openai.model_copy(update={"model_name": DEMO_NAME})
-    run_openai(openai, openai.engine_dir or demo_engine_dir(print_steps()), engine.draft)
+    run_openai(openai, openai.engine_dir or demo_engine_dir(print_steps()), engine.draft, model)

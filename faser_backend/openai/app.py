@@ -28,11 +28,11 @@ from starlette.types import Receive, Scope, Send
 
 from faser_backend.core.errors import ErrorCode, Failure
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, read_body
+from faser_backend.openai.engine_client import EngineClient
 from faser_backend.openai.errors import ApiError, Json, as_api_error, error_response, to_json
 from faser_backend.openai.replies import ApiReply, ChatReply, CompletionReply, Event, ResponsesReply
 from faser_backend.openai.requests import Generation, generations
-from faser_backend.openai.triton_client import TokenClient
-from faser_backend.serving.request_life import CONTEXT_HEADERS
+from faser_backend.serving.request_life import CONTEXT_HEADERS, Listener
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
 
@@ -48,14 +48,16 @@ def make_app(
     callers: Callers,
     *,
     metrics_address: str | None = None,
+    engine_socket: Path | None = None,
+    listeners: Sequence[Listener] = (),
     shows_speculation: bool = False,
 ) -> Starlette:
-    """metrics_address: HOST:PORT of Triton's metrics. shows_speculation: in every answer, even if not requested."""
+    """metrics_address: of Triton. engine_socket, listeners: see EngineClient. shows_speculation: in every answer."""
     endpoints = _Endpoints(model, metrics_address, shows_speculation)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        endpoints.client = TokenClient(triton_url, model.limits.vocab_size)
+        endpoints.client = EngineClient(triton_url, model.limits.vocab_size, engine_socket, listeners)
         AnswerStream(model.tokenizer)  # makes the tokenizer's table of bytes before a client waits for it
         yield
         await endpoints.client.close()
@@ -95,7 +97,7 @@ def make_app(
 class _Endpoints:
     """The endpoints. Those that generate read the body, tokenise off the event loop, and return the response."""
 
-    client: TokenClient
+    client: EngineClient
 
     def __init__(self, model: ServedModel, metrics_address: str | None, shows_speculation: bool) -> None:
         self._model, self._metrics_address, self._shows_speculation = model, metrics_address, shows_speculation
@@ -159,7 +161,7 @@ class GeneratedResponse:
 
     def __init__(
         self,
-        client: TokenClient,
+        client: EngineClient,
         wanted: Sequence[Generation],
         make_reply: Callable[[], ApiReply],
         *,

@@ -64,8 +64,8 @@ class Answer:
         """The stop string that ended the answer."""
         return self._stream.matched_stop
 
-    def add(self, output: EngineOutput, is_drafted: Sequence[bool]) -> Piece | None:
-        """Returns what the output adds, or None. is_drafted: per token."""
+    def add(self, output: EngineOutput, is_drafted: Sequence[bool] | None) -> Piece | None:
+        """Returns what the output adds, or None. is_drafted: as in AnswerStream.add."""
         echo = AnswerPart([]) if self._has_echoed else self._echo(output)
         if not self.wanted.max_tokens:
             output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
@@ -134,7 +134,7 @@ class ApiReply:
         self.answers = [Answer(one, model.tokenizer) for one in wanted]
         self._has_begun = False
 
-    def add(self, index: int, output: EngineOutput, is_drafted: Sequence[bool]) -> list[Event] | None:
+    def add(self, index: int, output: EngineOutput, is_drafted: Sequence[bool] | None) -> list[Event] | None:
         """Takes an output of one choice. Returns its events, or None if it adds nothing."""
         piece = self.answers[index].add(output, is_drafted)
         if piece is None:

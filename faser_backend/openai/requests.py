@@ -10,6 +10,8 @@ import secrets
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Request, Sampling
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ConversationBody, Message, parse, text_of
@@ -119,6 +121,7 @@ def _choices(
     max_tokens = default if asked is None else asked
     echoes = isinstance(body, CompletionBody) and bool(body.echo)
     num_top = body.num_top
+    is_continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
     try:
         request = Request(
             "",
@@ -131,6 +134,7 @@ def _choices(
             wants_log_probs=num_top is not None,
             wants_context_log_probs=num_top is not None and echoes,
             wants_generation_logits=bool(num_top),
+            wants_stats=body.spec_decode_metrics is not None or body.return_token_details or is_continuous,
         )
         request.validate(model.limits)
     except RequestError as error:
@@ -151,11 +155,16 @@ def _sampling(body: Body, vocab_size: int) -> Sampling:
     }
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):
         given[name] = getattr(body, name)
-    return Sampling(**{name: value for name, value in given.items() if value is not None})
+    return Sampling(**{name: _rounded(value) for name, value in given.items() if value is not None})
+
+
+def _rounded(value: Any) -> Any:
+    """Returns a real number as Triton's tensors have it, so that both ways to the engine give equal tokens."""
+    return float(np.float32(value)) if isinstance(value, float) else value
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float] | None:
     for key in given:
         if not key.isdecimal() or len(key) > MAX_DIGITS or int(key) >= vocab_size:
             raise RequestError("logit_bias", key[:60], f"token ids must lie in [0, {vocab_size - 1}]")
-    return {int(key): value for key, value in given.items()} or None
+    return {int(key): _rounded(value) for key, value in given.items()} or None

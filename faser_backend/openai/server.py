@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import socket
 import ssl
@@ -19,8 +20,11 @@ from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.connections import Connection, open_files
 from faser_backend.serving.access import check_address, is_loopback
 from faser_backend.serving.drafting import served_models
-from faser_backend.serving.parameters import OpenAIOptions
+from faser_backend.serving.log_format import log_request
+from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
+from faser_backend.serving.request_life import Listener
 from faser_backend.serving.served_model import ServedModel
+from faser_backend.serving.tracing import Tracing
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.server import check_ports
@@ -30,20 +34,29 @@ DRAIN_S = 60  # time for streams in flight to end
 BACKLOG = 1024  # below MAX_CONNECTIONS: a new connection is read before it can be closed to make room
 
 
-def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str) -> None:
+def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str, logs: ModelOptions) -> None:
     """Serves until SIGINT or SIGTERM, then lets the requests in flight end. Raises ConfigError.
 
-    draft: as in the Triton server, because a draft model may limit the context.
+    draft: as in the Triton server, because a draft model may limit the context. logs: of requests that do not pass
+    through Triton.
     """
     callers = callers_of(options)
     check_ports(options.host, {"port": options.port})
     for name, address in (("triton", options.triton), ("triton-metrics", options.triton_metrics)):
         check_address(name, address)
+    model = describe(options, engine_dir, draft)
+    listeners: list[Listener] = [log_request] if logs.log_format == "json" else []
+    if logs.otlp_endpoint is not None:
+        tracing = Tracing(logs.otlp_endpoint, model.name)
+        atexit.register(tracing.close)
+        listeners.append(tracing.trace)
     app = make_app(
-        describe(options, engine_dir, draft),
+        model,
         options.triton,
         callers,
         metrics_address=options.triton_metrics,
+        engine_socket=options.engine_socket,
+        listeners=listeners,
         shows_speculation=options.speculation_metrics,
     )
     open_files()

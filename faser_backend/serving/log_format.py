@@ -15,6 +15,7 @@ from faser_backend.serving.request_life import RequestLife
 TEXT = "%(levelname)s %(name)s: %(message)s"
 FIELD = "fields"  # the attribute of a record that holds further values by name
 _requests = logging.getLogger("faser.requests")
+_requests.setLevel(logging.INFO)  # in every process
 
 
 class JsonFormatter(logging.Formatter):

@@ -62,20 +62,21 @@ def terminable() -> Iterator[None]:
 
 def is_child_of_main_thread(parent: int) -> bool:
     """Returns whether this process belongs to its parent's main thread, as children of ended threads do too."""
-    try:
-        return str(os.getpid()) in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    except OSError:
-        return False
+    return os.getpid() in children(parent)
 
 
 def children(pid: int) -> list[int]:
-    """Returns the running processes that pid started."""
-    return [child for child, parent in _parents().items() if parent == pid]
+    """Returns the running children of a process's main thread, which inherits those of threads that have ended."""
+    try:
+        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [child for child in map(int, found) if is_running(child)]
 
 
 def is_running(pid: int) -> bool:
     """Returns whether the process runs; a zombie does not."""
-    return _parent(pid) is not None
+    return _state(pid)[:1] not in ([], ["Z"], ["X"])
 
 
 def arguments(pid: int) -> list[str]:
@@ -106,17 +107,8 @@ def started_s(pid: int) -> float:
 
 def running(program: str) -> list[int]:
     """Returns the processes whose command line begins with a file of this name."""
-    return [pid for pid in _parents() if Path((arguments(pid) or [""])[0]).name == program]
-
-
-def _parents() -> dict[int, int]:
-    found = {int(folder.name): _parent(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
-    return {pid: parent for pid, parent in found.items() if parent is not None}
-
-
-def _parent(pid: int) -> int | None:
-    state = _state(pid)
-    return None if not state or state[0] in "ZX" else int(state[1])
+    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
+    return [pid for pid in pids if Path((arguments(pid) or [""])[0]).name == program]
 
 
 def _state(pid: int) -> list[str]:

@@ -232,15 +232,11 @@ class Frontend:
     # -- the sender thread ------------------------------------------------------------------------
 
     def _run_sender(self) -> None:
-        outputs = self._link.outputs
-        while (batch := self._wait_for_outputs()) is not None:
-            while not outputs.empty():
+        outputs, is_open = self._link.outputs, True
+        while is_open and (batch := self._wait_for_outputs()) is not None:
+            while is_open and not outputs.empty():
                 more = outputs.get()
-                if more is None:
-                    self._answer(batch)
-                    self._fail_all("the engine process is gone")
-                    return
-                batch = batch + more
+                is_open, batch = more is not None, batch + (more or [])
             self._answer(batch)
         self._fail_all("the engine process is gone")
 

@@ -29,6 +29,7 @@ from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
 from faser_backend.triton.heartbeat import HangWatch
 from faser_backend.triton.launch_folder import CONTEXT_FILE
+from faser_backend.triton.link import socket_path
 from faser_backend.triton.model_configs import CONTRACTS
 from faser_backend.triton.server import DRAIN_S, ERROR_REPLY_S, TritonServer
 
@@ -93,7 +94,7 @@ def serve_until_signalled(
             openai = openai and [*openai, f"--served-context={context}"]
         if openai is not None and not is_signalled.is_set():
             phases.begin("starting OpenAI's API")
-            openai_server = OpenAIProcess(openai)
+            openai_server = OpenAIProcess([*openai, f"--engine-socket={socket_path(server.process.pid)}"])
             stack.callback(openai_server.stop, is_hurried=lambda: True)
             openai_server.wait_ready(should_stop=is_signalled.is_set)
         phases.end()

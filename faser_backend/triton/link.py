@@ -32,7 +32,7 @@ import numpy as np
 
 from faser_backend.core.errors import ConfigError, ErrorCode, FailedError, Failure, FaserError, UnavailableError, blamed
 from faser_backend.core.request import EngineOutput, FinishReason, Request
-from faser_backend.serving.engine_loop import EngineLoop, Subscription
+from faser_backend.serving.engine_loop import Deliver, EngineLoop, Subscription
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
@@ -43,6 +43,7 @@ ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float32"})
 _log = logging.getLogger(__name__)
 DISCONNECT_POLL_S = 0.02
 CLOSE_S = 1.0  # for a frontend to receive its last outputs
+DIRECT = "openai-"  # prefix of the ids of the OpenAI server's requests
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_COMMAND_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and its fields
 MAX_EVENT_BYTES = 3 << 30  # of a frame from the engine: the logits of one output
@@ -313,9 +314,13 @@ def _logits_field(output: EngineOutput) -> str:
 class SocketLink:
     """A frontend's end of the link. Raises UnavailableError if no engine answers in time, or the engine's error."""
 
-    def __init__(self, path: Path, timeout_s: float) -> None:
+    def __init__(self, path: Path, timeout_s: float, deliver: Deliver | None = None) -> None:
+        """deliver: takes the lists instead of `outputs`. It is called on the link's thread and must not block."""
         self.outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
+        self._deliver = deliver or self.outputs.put
+        before = socket_id(path)  # before connecting, so that an engine that starts meanwhile is noticed
         self._frames = _connect(path, timeout_s)
+        self.socket_id = before or socket_id(path)  # unset if the first engine started while the link waited
         self._failure: FaserError | None = None
         event = self._receive()
         if event is None or event.handshake is None:
@@ -360,13 +365,13 @@ class SocketLink:
     def _read(self) -> None:
         try:
             while (event := self._receive()) is not None:
-                self.outputs.put(event.outputs)
+                self._deliver(event.outputs)
         except FaserError as error:
             _log.warning("the link to the engine ended: %s", error)
             self._failure = error
         except OSError:
             pass
-        self.outputs.put(None)
+        self._deliver(None)
 
 
 # A frontend's engine, in its own process or behind a socket. `outputs` yields lists of EngineOutput, and None once the
@@ -425,8 +430,8 @@ def _plain(value: Any) -> Any:
             raise TypeError(f"an array of {value.dtype}")
         return {"dtype": str(value.dtype), "shape": value.shape, "bytes": np.ascontiguousarray(value).tobytes()}
     if is_dataclass(value) and not isinstance(value, type):
-        pairs = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: item for field, item in pairs if not _is_same(item, field.default)}
+        pairs = ((name, getattr(value, name), default) for name, default in _defaults(type(value)))
+        return {name: item for name, item, default in pairs if not _is_same(item, default)}
     if isinstance(value, TextTokenizer):
         return {"file": value.file, "prompts": value.prompts}
     if isinstance(value, Enum):
@@ -436,6 +441,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"{type(value).__name__} is no plain data")
+
+
+@cache
+def _defaults(kind: Any) -> list[tuple[str, Any]]:
+    return [(field.name, field.default) for field in fields(kind)]
 
 
 def _is_same(value: Any, default: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.pipeline.engine import NUM_POSITIONS, STEP_KINDS, EngineMetrics
 from faser_backend.serving.request_life import RequestLife
+from faser_backend.triton.link import DIRECT
 
 TOKEN_BUCKETS = (10, 50, 100, 500, 1000)
 REQUESTS, STEPS = "vllm:request_success_total", "faser:steps_total"
@@ -182,6 +183,7 @@ class Ended(NamedTuple):
     stats: RequestStats
     num_output_tokens: int
     reason: FinishReason
+    is_direct: bool = False  # it did not pass through Triton, which could not count it
 
     def seconds(self) -> tuple[float | None, float | None, float | None, float | None]:
         """Returns the values of LATENCIES in order, None where one is undefined, as without tokens."""
@@ -237,6 +239,7 @@ class MetricReporter:
             for value in family.values:
                 own = {family.label: value} if family.label else {}
                 self._metrics[name, value] = opened.metric({**labels, **own}, **more)
+        self._counters = ComposingCounters(pb_utils, version)
         self._updates: SimpleQueue[EngineMetrics | Ended | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
@@ -247,11 +250,13 @@ class MetricReporter:
     def observe(self, output: EngineOutput, num_output_tokens: int) -> None:
         """Counts one finished request into the histograms."""
         if output.stats is not None and output.finish_reason is not None:
-            self._updates.put(Ended(replace(output.stats), num_output_tokens, output.finish_reason))
+            is_direct = output.request_id.startswith(DIRECT)
+            self._updates.put(Ended(replace(output.stats), num_output_tokens, output.finish_reason, is_direct))
 
     def close(self) -> None:
         self._updates.put(None)
         self._thread.join(5.0)
+        self._counters.close()
 
     def _run(self) -> None:
         while (update := self._updates.get()) is not None:
@@ -270,6 +275,9 @@ class MetricReporter:
             if seconds is not None:
                 self._metrics[name, ""].observe(seconds)
         self._metrics[REQUESTS, ended.reason.value].increment(1)
+        if ended.is_direct and ended.reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
+            queued, whole = stats.first_scheduled_ns - stats.arrival_ns, stats.last_token_ns - stats.arrival_ns
+            self._counters.add({"tensorrt_llm": (whole, queued, 0, whole - queued, 0)}, 1)
 
     def _add_totals(self, metrics: EngineMetrics) -> None:
         numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)
@@ -334,9 +342,12 @@ class ComposingCounters:
             "tensorrt_llm": (engine, queued, entering, max(0, engine - queued - entering), 0),
             "postprocessing": (writing + sending, 0, 0, writing, sending),
         }
+        self.add(durations_ns, life.num_prompts)
+
+    def add(self, durations_ns: dict[str, tuple[int, ...]], num_prompts: int) -> None:
         with self._lock:
             for model, nanoseconds in durations_ns.items():
-                amounts = (1, life.num_prompts, 1, *(duration // 1000 for duration in nanoseconds))
+                amounts = (1, num_prompts, 1, *(duration // 1000 for duration in nanoseconds))
                 for name, amount in zip(COMPOSING_COUNTERS, amounts, strict=True):
                     self._pending[model, name] = self._pending.get((model, name), 0) + amount
 

@@ -234,9 +234,8 @@ class TextModel(ServingModel):
         old_beat.close()
 
     def _connect(self) -> tuple[Frontend, Heartbeat]:
-        before = socket_id(self._socket)  # before connecting, so that an engine that starts meanwhile is noticed
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
-        self._socket_id = before or socket_id(self._socket)  # unset if the first engine started while the link waited
+        self._socket_id = link.socket_id
         beat = Heartbeat(self._launch_folder)
         frontend = Frontend(
             link,
@@ -380,9 +379,8 @@ class _Converter(ConfiguredModel):
             responder.fail(Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
 
     def _connect(self) -> None:
-        before = socket_id(self._socket)
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
-        self._socket_id = before or socket_id(self._socket)
+        self._socket_id = link.socket_id
         link.close()
         self._model = link.handshake.model
         if self._options.add_special_tokens is not None:

@@ -27,7 +27,7 @@ from faser_backend.openai.errors import ANSWERS, ApiError
 from faser_backend.openai.requests import Generation
 from faser_backend.openai.server import callers_of, check_server, run_openai
 from faser_backend.openai.triton_client import TokenClient
-from faser_backend.serving.parameters import OpenAIOptions
+from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from tests.support.chat_templates import HERMES
 from tests.support.clients import metric, wait_for_free_blocks
 from tests.support.openai_cases import (
@@ -377,6 +377,17 @@ def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(api: Api, monke
     assert gone.value.status == lacking.value.status == 503
 
 
+def test_both_ways_to_the_engine_give_equal_tokens(api: Api):
+    asked = {"prompt": [7, 8], "max_tokens": 20, "seed": 5, "temperature": 0.83, "top_p": 0.9, "logit_bias": {"9": 1.1}}
+    counted = api.served.metrics_port, "nv_inference_request_success", "tensorrt_llm"
+    before = metric(*counted)
+    over_socket, over_grpc = (ask(api, CompletionBody, **asked, **more) for more in ({}, {"logprobs": 1}))
+    assert over_socket.choices[0].text == over_grpc.choices[0].text
+    wait_for_free_blocks(api.served.metrics_port)
+    time.sleep(1.5)  # counters of requests that do not pass through Triton are sent twice a second
+    assert metric(*counted) == before + 2
+
+
 def test_every_code_has_its_answer():
     assert set(ANSWERS) == set(ErrorCode)
 
@@ -454,4 +465,4 @@ def test_what_keeps_the_api_from_being_served_is_told_before_the_server_starts(e
         callers_of(OpenAIOptions(tls_cert=engine_dir / "manifest.json", tls_key=engine_dir / "manifest.json"))
     for name, bad in {"triton": "foo", "triton-metrics": "x:99999", "port": 0}.items():
         with pytest.raises(ConfigError, match=f"^{name} = "):
-            run_openai(OpenAIOptions.from_options(**{name.replace("-", "_"): bad}), engine_dir, "auto")
+            run_openai(OpenAIOptions.from_options(**{name.replace("-", "_"): bad}), engine_dir, "auto", ModelOptions())

@@ -1,0 +1,124 @@
+"""The client of the engine of the same launch: token ids over its socket, without Triton between.
+
+A step's outputs come in one message for all requests. Requests for logits, and those that come while no engine listens
+at the socket, go through Triton. After a reload, new requests go to the new engine, and the old one answers its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+
+from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError
+from faser_backend.core.request import EngineOutput, FinishReason
+from faser_backend.openai.requests import Generation
+from faser_backend.openai.triton_client import TokenClient
+from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
+from faser_backend.text.guides import read_guide
+from faser_backend.triton.link import DIRECT, SocketLink, socket_id
+
+FOLLOW_POLL_S = 0.2  # between two checks for a new engine
+CONNECT_S = 5.0
+GONE = Failure(ErrorCode.UNAVAILABLE, "the engine process is gone")
+CANCELLED = Failure(ErrorCode.CANCELLED, "Request cancelled")
+
+
+class _Connection:
+    """One engine's socket, and the requests that wait for its outputs. Making one blocks until the engine answers."""
+
+    def __init__(self, path: Path, events: asyncio.AbstractEventLoop) -> None:
+        self.waiting: dict[str, asyncio.Queue[EngineOutput]] = {}  # by request id
+        self._events = events
+        self.link = SocketLink(path, CONNECT_S, self._deliver)
+
+    def _deliver(self, outputs: list[EngineOutput] | None) -> None:
+        with suppress(RuntimeError):  # the event loop is closed
+            self._events.call_soon_threadsafe(self._take, outputs)
+
+    def _take(self, outputs: list[EngineOutput] | None) -> None:
+        if outputs is None:
+            outputs = [EngineOutput(one, [], finish_reason=FinishReason.ERROR, error=GONE) for one in self.waiting]
+        for output in outputs:
+            if (queue := self.waiting.get(output.request_id)) is not None:
+                queue.put_nowait(output)
+
+
+class EngineClient(TokenClient):
+    """Generates over the engine's socket; without one, through Triton. Belongs to one event loop.
+
+    listeners: called with every request that has ended, unless it went through Triton.
+    """
+
+    def __init__(self, url: str, vocab_size: int, socket: Path | None, listeners: Sequence[Listener]) -> None:
+        super().__init__(url, vocab_size)
+        self._listeners = listeners
+        self._connection: _Connection | None = None
+        self._numbers = itertools.count()
+        self._follower = socket and asyncio.create_task(self._follow(socket))
+
+    async def generate(
+        self, wanted: Generation, headers: dict[str, str]
+    ) -> AsyncGenerator[tuple[EngineOutput, list[bool] | None], None]:
+        """Works as TokenClient.generate. The flags are None: accepted tokens come first in each output."""
+        connection, request = self._connection, wanted.request
+        has_logits = request.wants_generation_logits or request.wants_context_log_probs
+        if connection is None or has_logits:
+            async with aclosing(super().generate(wanted, headers)) as outputs:
+                async for output in outputs:
+                    yield output
+            return
+        guide = wanted.guide and await asyncio.to_thread(read_guide, wanted.guide.kind, wanted.guide.text)
+        request = replace(request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
+        queue = connection.waiting[request.request_id] = asyncio.Queue()
+        life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers, error=CANCELLED.message)
+        sequence = life.sequences[request.request_id] = SequenceLife.of(request)
+        is_ended = False
+        try:
+            connection.link.submit(request, "")
+            while not is_ended:
+                output = await queue.get()
+                is_ended = output.is_final
+                sequence.add(output, time.perf_counter_ns())
+                if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
+                    raise FailedError(output.error or CANCELLED)
+                life.error = "" if is_ended else life.error
+                yield output, None
+        except FaserError as error:
+            life.error = str(error)
+            raise
+        finally:
+            del connection.waiting[request.request_id]
+            if not is_ended:
+                with suppress(FaserError):
+                    connection.link.cancel(request.request_id)
+            self._close_replaced(connection)
+            life.ended_ns = time.perf_counter_ns()
+            for listener in self._listeners:
+                listener(life)
+
+    async def close(self) -> None:
+        if self._follower is not None:
+            self._follower.cancel()
+        connection, self._connection = self._connection, None
+        self._close_replaced(connection)
+        await super().close()
+
+    async def _follow(self, path: Path) -> None:
+        known: tuple[int, ...] = ()
+        while True:
+            if socket_id(path) not in ((), known):
+                with suppress(FaserError, OSError):
+                    fresh = await asyncio.to_thread(_Connection, path, asyncio.get_running_loop())
+                    old, self._connection, known = self._connection, fresh, fresh.link.socket_id
+                    self._close_replaced(old)
+            await asyncio.sleep(FOLLOW_POLL_S)
+
+    def _close_replaced(self, connection: _Connection | None) -> None:
+        if connection is not None and connection is not self._connection and not connection.waiting:
+            connection.link.close()
