@@ -1,7 +1,7 @@
 """The ASGI application: routes, access, and the response that generates an answer while it is sent.
 
-A request passes from its body (bodies.py) to the engine's requests (requests.py), and through Triton
-(triton_client.py). The outputs that come back become JSON or events (replies.py), which are sent here.
+A request passes from its body (bodies.py) to the engine's requests (requests.py), and to the engine
+(engine_client.py). The outputs that come back become JSON or events (replies.py), which are sent here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from faser_backend.text.answer_stream import AnswerStream
 
 PAGE = Path(__file__).with_name("page.html")
 METRICS_TIMEOUT_S = 5.0
-MAX_WAITING_EVENTS = 64  # lists of events per request, for a slow client; beyond that its stream from Triton waits
+MAX_WAITING_EVENTS = 64  # lists of events per request, for a slow client; beyond that its outputs wait
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -23,6 +24,7 @@ from faser_backend.serving.request_life import Listener, RequestLife, SequenceLi
 from faser_backend.text.guides import read_guide
 from faser_backend.triton.link import DIRECT, SocketLink, socket_id
 
+_log = logging.getLogger(__name__)
 FOLLOW_POLL_S = 0.2  # between two checks for a new engine
 CONNECT_S = 5.0
 GONE = Failure(ErrorCode.UNAVAILABLE, "the engine process is gone")
@@ -34,6 +36,7 @@ class _Connection:
 
     def __init__(self, path: Path, events: asyncio.AbstractEventLoop) -> None:
         self.waiting: dict[str, asyncio.Queue[EngineOutput]] = {}  # by request id
+        self.is_gone = False
         self._events = events
         self.link = SocketLink(path, CONNECT_S, self._deliver)
 
@@ -43,6 +46,7 @@ class _Connection:
 
     def _take(self, outputs: list[EngineOutput] | None) -> None:
         if outputs is None:
+            self.is_gone = True
             outputs = [EngineOutput(one, [], finish_reason=FinishReason.ERROR, error=GONE) for one in self.waiting]
         for output in outputs:
             if (queue := self.waiting.get(output.request_id)) is not None:
@@ -66,14 +70,16 @@ class EngineClient(TokenClient):
         self, wanted: Generation, headers: dict[str, str]
     ) -> AsyncGenerator[tuple[EngineOutput, list[bool] | None], None]:
         """Works as TokenClient.generate. The flags are None: accepted tokens come first in each output."""
-        connection, request = self._connection, wanted.request
+        request = wanted.request
         has_logits = request.wants_generation_logits or request.wants_context_log_probs
-        if connection is None or has_logits:
+        if self._connection is None or has_logits:
             async with aclosing(super().generate(wanted, headers)) as outputs:
                 async for output in outputs:
                     yield output
             return
         guide = wanted.guide and await asyncio.to_thread(read_guide, wanted.guide.kind, wanted.guide.text)
+        if (connection := self._connection) is None:
+            raise FailedError(GONE)
         request = replace(request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
         queue = connection.waiting[request.request_id] = asyncio.Queue()
         life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers, error=CANCELLED.message)
@@ -100,7 +106,10 @@ class EngineClient(TokenClient):
             self._close_replaced(connection)
             life.ended_ns = time.perf_counter_ns()
             for listener in self._listeners:
-                listener(life)
+                try:
+                    listener(life)
+                except Exception:  # the request is answered all the same
+                    _log.exception("a listener failed for an ended request")
 
     async def close(self) -> None:
         if self._follower is not None:
@@ -110,12 +119,12 @@ class EngineClient(TokenClient):
         await super().close()
 
     async def _follow(self, path: Path) -> None:
-        known: tuple[int, ...] = ()
         while True:
+            old = self._connection
+            known = () if old is None or old.is_gone else old.link.socket_id
             if socket_id(path) not in ((), known):
-                with suppress(FaserError, OSError):
-                    fresh = await asyncio.to_thread(_Connection, path, asyncio.get_running_loop())
-                    old, self._connection, known = self._connection, fresh, fresh.link.socket_id
+                with suppress(Exception):  # tried again; meanwhile a lost engine's requests fail
+                    self._connection = await asyncio.to_thread(_Connection, path, asyncio.get_running_loop())
                     self._close_replaced(old)
             await asyncio.sleep(FOLLOW_POLL_S)
 

@@ -67,8 +67,9 @@ class _Route:
 class EngineLoop:
     """A loop that runs steps until `close`. Request ids must be unique among all subscribers.
 
-    `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's thread and must not
-    block. `on_stopped` is called there after an error has broken the engine and failed its requests.
+    `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's thread, for requests
+    that never started on others, and must not block. `on_stopped` is called on the step's thread after an error has
+    broken the engine and failed its requests.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class EngineLoop:
         except BaseException:
             with self._lock:
                 del self._routes[request.request_id]
+            self._note_unstarted(EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR))
             raise
 
     def end(self, request_id: str, reason: FinishReason) -> None:
@@ -174,8 +176,13 @@ class EngineLoop:
     def _answer_unstarted(self, request_id: str, reason: FinishReason, error: Failure | None = None) -> None:
         """Sends the last output of a request that never reached the engine. Call under the lock."""
         route = self._routes.pop(request_id)
-        last = EngineOutput(request_id, [], finish_reason=reason, error=error, stats=RequestStats())
+        last = EngineOutput(request_id, [], finish_reason=reason, error=error)
+        self._note_unstarted(last)
         route.subscriber.deliver([last])
+
+    def _note_unstarted(self, last: EngineOutput) -> None:
+        last.stats = RequestStats()
+        _notify(self._on_finished, last, 0)
 
     def refuse(self) -> None:
         """Refuses further requests."""

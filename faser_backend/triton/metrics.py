@@ -269,7 +269,7 @@ class MetricReporter:
     def _observe(self, ended: Ended) -> None:
         stats = ended.stats
         lengths = stats.num_prompt_tokens, ended.num_output_tokens
-        for family, length in zip(LENGTHS.items(), lengths, strict=True):
+        for family, length in zip(LENGTHS.items(), lengths, strict=True) if stats.arrival_ns else ():  # not refused
             self._metrics[family].observe(length)
         for name, seconds in zip(LATENCIES, ended.seconds(), strict=True):
             if seconds is not None:
