@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, print_steps, takes
 from faser_backend.core.config import OptionTable, option
@@ -278,7 +278,7 @@ def _open_split_streams(options: BuildOptions, handles: ExitStack) -> dict[str, 
     handles.callback(opened.close)
     splits = opened.menu.splits if opened.choice.kind == "green_contexts" else ()
     sizes = _checkpoint_bytes(Path(options.draft)), _checkpoint_bytes(options.target)
-    offered = {split_name(*split): split for split in best_first(splits, *sizes)}
+    offered: dict[str, Any] = {split_name(*split): split for split in best_first(splits, *sizes)}
     return {
         name: SplitStreams(draft.stream.cuda_stream, target.stream.cuda_stream)
         for name, (draft, target) in chosen_splits(options.splits, offered).items()

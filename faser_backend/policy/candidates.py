@@ -99,7 +99,7 @@ def batch_means(acceptance: AcceptanceModel, offsets: np.ndarray) -> ChainMeans:
     first source, alone takes draft calls."""
     sources = zip(acceptance.shares, acceptance.curves, strict=False)
     parts = [share * np.array(means_of(curve, offsets)) for share, curve in sources]
-    _, verified, kept = sum(parts)
+    _, verified, kept = np.sum(parts, axis=0)
     return ChainMeans(parts[0][0], verified, kept)
 
 

@@ -46,7 +46,7 @@ class Curve:
         rises = np.concatenate([[first_us], slopes * np.diff(ends)])
         return cls(ends.astype(np.float64), np.cumsum(rises))
 
-    def __call__(self, x: np.ndarray) -> np.ndarray:
+    def __call__(self, x: Numbers) -> np.ndarray:
         return np.interp(x, self.knots, self.values_us)
 
 
@@ -175,7 +175,7 @@ class CostModel:
         index = np.minimum(num_tokens, self.key_columns.size - 1).astype(np.int64)
         columns = np.maximum(self.key_columns[index], num_tokens)
         logit_rows = rows if num_logit_rows is None else num_logit_rows
-        return sum(cost.us(rows, sequences, max_rows, columns, logit_rows) for cost in costs)
+        return np.asarray(sum(cost.us(rows, sequences, max_rows, columns, logit_rows) for cost in costs))
 
 
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------

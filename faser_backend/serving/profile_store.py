@@ -276,7 +276,7 @@ def _curve_from(fields: dict[str, Any]) -> Curve:
 
 def _call_cost_from(fields: dict[str, Any]) -> CallCost:
     curves = {name: _curve_from(fields[name]) for name in ("rows", "keys")}
-    rest = {name: float(_times_from(value)) for name, value in fields.items() if name not in curves}
+    rest: dict[str, Any] = {name: float(_times_from(value)) for name, value in fields.items() if name not in curves}
     return CallCost(**curves, **rest)
 
 
