@@ -138,8 +138,9 @@ def compare(case: Case, policy: str, change: Change, other_change: Change, lanes
 def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode) -> None:
     for num_blocks in (200, 30):
         num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
-        # `faser` decodes plainly if it expects no gain; with answers this short it may not resume drafting.
-        assert num_loops == 0 if policy == "none" else num_loops > (2 if policy in {"faser", "survival"} else 8)
+        # Adaptive ones decode plainly if they expect no gain; with answers this short they may not resume drafting.
+        least = 1 if policy in {"faser", "survival", "gp-lcb"} else 8
+        assert num_loops == 0 if policy == "none" else num_loops > least
 
 
 @pytest.mark.parametrize("mode", PipelineMode)

@@ -128,7 +128,7 @@ def test_generate_chats_as_transformers_would_prompt(run, engine_dir: Path, tmp_
     ]
     for messages, options in cases:
         token_ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        command = ("generate", "--engine-dir", engine_dir, *SHORT)
+        command = ("generate", "--engine-dir", engine_dir, *SHORT, "--policy", "fixed:2")
         status, out, err = run(*command, "--chat", *options)
         assert (status, err) == (0, "")
         expected = run(*command, "--prompt-ids", ",".join(map(str, token_ids)))[1]
