@@ -16,6 +16,7 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.processes import arguments
 from faser_backend.triton import server
 from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_CHECK_S, HangWatch
 from faser_backend.triton.launch_folder import (
@@ -146,6 +147,8 @@ def test_an_unpacking_folder_goes_once_no_running_server_can_have_made_it(tmp_pa
     for each in (old, full):
         os.utime(each, (0, 0))
     with subprocess.Popen(["tritonserver", "60"], executable="/bin/sleep") as running:
+        while not arguments(running.pid):  # its name is there a moment after its start
+            time.sleep(0.01)
         remove_unpacking_folders(tmp_path)
         running.kill()
     assert sorted(tmp_path.iterdir()) == [full, young]
