@@ -30,7 +30,7 @@ from faser_backend.serving.runtimes import AnyRuntime
 
 LOADS = (1, 8, 32)  # sequences
 LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
-# Deciding which chains go on, per draft call and sequence: microseconds of a modest core. Policies learn the rest.
+# Deciding which chains go on, per draft call and sequence: assumed, as in the virtual worlds; policies correct it.
 TRIM = {"trim_us": 15.0, "trim_sequence_us": 3.0}
 EXIT_LENGTH = 4
 DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
