@@ -5,7 +5,7 @@ A grammar is compiled once and shared; each request walks through it on a state 
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -35,6 +35,7 @@ class GrammarState(Protocol):
         ...
 
 
+@runtime_checkable
 class Grammar(Protocol):
     """A compiled grammar. Immutable and thread-safe."""
 

@@ -2,7 +2,7 @@
 
 Triton forwards a cancellation only to the model that the client called, so an ensemble's inner model would never get
 it. Every text model is therefore a process with a frontend that tokenises and answers, and token ids cross this link.
-Messages are MessagePack in frames of limited size. They are read against the types that the reader expects, so nothing
+Messages are MessagePack in frames of limited size. pydantic reads them as the types that the reader expects, so nothing
 in them can execute. The socket lies in a folder that only this user can enter.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import socket
 import stat
@@ -18,28 +17,29 @@ import struct
 import tempfile
 import threading
 import time
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar
 
 import msgpack
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from faser_backend.core.errors import ConfigError, ErrorCode, FailedError, Failure, FaserError, UnavailableError, blamed
 from faser_backend.core.request import EngineOutput, FinishReason, Request
+from faser_backend.core.validation import refusal_of
 from faser_backend.serving.engine_loop import Deliver, EngineLoop, Subscription
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
-_Reader = Callable[[Any, str], Any]  # (plain value, its name in errors) -> value
 ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float32"})
+_ARRAY, _TOKENIZER = 1, 2  # MessagePack's extension types
+_READING = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 _log = logging.getLogger(__name__)
 DISCONNECT_POLL_S = 0.02
 CLOSE_S = 1.0  # for a frontend to receive its last outputs
@@ -67,6 +67,8 @@ class Handshake:
 class Command:
     """A frontend's command. id: of the request, or of the client for submit and stop_client."""
 
+    __pydantic_config__ = _READING
+
     verb: Literal["submit", "cancel", "stop", "stop_client"]
     id: str
     request: Request | None = None
@@ -75,6 +77,8 @@ class Command:
 @dataclass(frozen=True, slots=True)
 class Event:
     """The engine's message to a frontend: the handshake once, then outputs, or an error before it disconnects."""
+
+    __pydantic_config__ = _READING
 
     handshake: Handshake | None = None
     outputs: list[EngineOutput] = field(default_factory=list)
@@ -395,9 +399,9 @@ def _connect(path: Path, timeout_s: float) -> FrameSocket:
 
 
 # -- values <-> bytes -------------------------------------------------------------------------------------------------
-# A dataclass travels as a map of the fields that differ from their defaults, an array as {dtype, shape, bytes}, and a
-# tokenizer as its file and prompt format. Reading refuses an unknown field, a value of another type, and an array whose
-# bytes do not fill it.
+# A dataclass travels as a map of the fields that differ from their defaults; an array and a tokenizer are extension
+# types. Reading refuses an unknown field, a value that its field's type cannot hold, and an array whose bytes do not
+# fill it.
 
 
 class PackingError(FaserError):
@@ -417,23 +421,29 @@ def pack(value: Any) -> bytes:
 def unpack(kind: type[T], data: bytes | bytearray) -> T:
     """Returns the dataclass `kind` in data. Raises PackingError with the field, its value and the limit."""
     try:
-        plain = msgpack.unpackb(data, strict_map_key=False)
+        plain = msgpack.unpackb(data, strict_map_key=False, ext_hook=_read_extension)
     except Exception as error:  # the library raises many classes, plain Exception among them
         reason = str(error) or type(error).__name__
         raise PackingError(f"{kind.__name__}: {len(data)} bytes that are no MessagePack ({reason})") from None
-    return _reader(kind)(plain, kind.__name__)
+    try:
+        return _adapter(kind).validate_python(plain)
+    except ValidationError as error:
+        raise PackingError(str(refusal_of(error, kind.__name__))) from None
+
+
+_adapter = cache(TypeAdapter)  # because outputs come with every step
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         if str(value.dtype) not in ARRAY_TYPES:
             raise TypeError(f"an array of {value.dtype}")
-        return {"dtype": str(value.dtype), "shape": value.shape, "bytes": np.ascontiguousarray(value).tobytes()}
+        return msgpack.ExtType(_ARRAY, pack([str(value.dtype), value.shape, np.ascontiguousarray(value).tobytes()]))
     if is_dataclass(value) and not isinstance(value, type):
         pairs = ((name, getattr(value, name), default) for name, default in _defaults(type(value)))
         return {name: item for name, item, default in pairs if not _is_same(item, default)}
     if isinstance(value, TextTokenizer):
-        return {"file": value.file, "prompts": value.prompts}
+        return msgpack.ExtType(_TOKENIZER, pack([value.file, value.prompts]))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, np.generic):
@@ -452,147 +462,13 @@ def _is_same(value: Any, default: Any) -> bool:
     return value is default or (type(value) is type(default) and type(value) in (int, float, str) and value == default)
 
 
-@cache
-def _reader(hint: Any) -> _Reader:
-    """Returns a reader of plain values of one type, cached because outputs come with every step."""
-    if hint in _SIMPLE:
-        return _SIMPLE[hint]
-    if isinstance(hint, type) and issubclass(hint, Enum):
-        return partial(_read_enum, hint)
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _dataclass_reader(hint)
-    make = _GENERIC.get(get_origin(hint))
-    return _read_nothing if make is None else make(*get_args(hint))
-
-
-def _refuse(name: str, plain: Any, limit: str) -> PackingError:
-    shown = repr(plain)
-    return PackingError(f"{name} = {shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}")
-
-
-def _read_exact(kind: type, plain: Any, name: str) -> Any:
-    if type(plain) is not kind:  # a bool is no int here
-        raise _refuse(name, plain, f"must be of type {kind.__name__}")
-    return plain
-
-
-def _read_float(plain: Any, name: str) -> float:
-    if type(plain) is not float and type(plain) is not int:
-        raise _refuse(name, plain, "must be a number")
-    return plain
-
-
-def _read_nothing(plain: Any, name: str) -> None:
-    raise _refuse(name, plain, "must be left out")
-
-
-def _read_array(plain: Any, name: str) -> np.ndarray:
-    if type(plain) is not dict or plain.keys() != {"dtype", "shape", "bytes"}:
-        raise _refuse(name, plain, "must be an array: dtype, shape and bytes")
-    kind, shape, data = plain["dtype"], plain["shape"], plain["bytes"]
-    if kind not in ARRAY_TYPES:
-        raise _refuse(f"{name}.dtype", kind, f"must be one of {', '.join(sorted(ARRAY_TYPES))}")
-    if type(shape) is not list or not all(type(size) is int and size >= 0 for size in shape) or len(shape) > 8:
-        raise _refuse(f"{name}.shape", shape, "must list at most 8 sizes")
-    if type(data) is not bytes or len(data) != math.prod(shape) * np.dtype(kind).itemsize:
-        raise _refuse(f"{name}.bytes", data, f"must be the bytes of {shape} {kind}")
-    return np.frombuffer(data, kind).reshape(shape)
-
-
-def _read_path(plain: Any, name: str) -> Path:
-    return Path(_read_exact(str, plain, name))
-
-
-def _optional_reader(*arguments: Any) -> _Reader:
-    (hint,) = (each for each in arguments if each is not type(None))
-    reader = _reader(hint)
-    return lambda plain, name: None if plain is None else reader(plain, name)
-
-
-def _literal_reader(*allowed: Any) -> _Reader:
-    def read(plain: Any, name: str) -> Any:
-        if plain not in allowed:
-            raise _refuse(name, plain, f"must be one of {', '.join(map(str, allowed))}")
-        return plain
-
-    return read
-
-
-def _read_enum(kind: type[Enum], plain: Any, name: str) -> Enum:
-    try:
-        return kind(plain)
-    except ValueError:
-        raise _refuse(name, plain, f"must be one of {', '.join(str(each.value) for each in kind)}") from None
-
-
-def _sequence_reader(kind: type, hint: Any, *_: Any) -> _Reader:
-    reader = _reader(hint)
-
-    def read(plain: Any, name: str) -> Any:
-        if type(plain) is not list:
-            raise _refuse(name, plain, "must be a list")
-        if hint is int and all(type(item) is int for item in plain):  # token ids, most of the data
-            return plain if kind is list else tuple(plain)
-        return kind(reader(item, name) for item in plain)
-
-    return read
-
-
-def _map_reader(key_hint: Any, value_hint: Any) -> _Reader:
-    read_key, read_value = _reader(key_hint), _reader(value_hint)
-
-    def read(plain: Any, name: str) -> dict[Any, Any]:
-        if type(plain) is not dict:
-            raise _refuse(name, plain, "must be a map")
-        return {read_key(key, name): read_value(value, f"{name}[{key!r}]") for key, value in plain.items()}
-
-    return read
-
-
-def _dataclass_reader(kind: type) -> _Reader:
-    hints = get_type_hints(kind)
-    readers = {field.name: _reader(hints[field.name]) for field in fields(kind)}
-    needed = [f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING]
-
-    def read(plain: Any, name: str) -> Any:
-        if type(plain) is not dict:
-            raise _refuse(name, plain, f"must be a map of the fields of {kind.__name__}")
-        for key in plain.keys() - readers.keys():
-            raise _refuse(f"{name}.{key}", plain[key], f"{kind.__name__} has no such field")
-        for key in needed:
-            if key not in plain:
-                raise _refuse(f"{name}.{key}", None, "is missing")
-        return kind(**{key: readers[key](value, f"{name}.{key}") for key, value in plain.items()})
-
-    return read
-
-
-@dataclass(frozen=True, slots=True)
-class _TokenizerSource:
-    """A tokenizer as the link sends it: the receiver loads the file."""
-
-    file: Path
-    prompts: PromptFormat
-
-
-def _read_tokenizer(plain: Any, name: str) -> TextTokenizer:
-    source = _reader(_TokenizerSource)(plain, name)
-    return TextTokenizer.from_file(source.file, source.prompts)
-
-
-_SIMPLE: dict[Any, _Reader] = {
-    **{kind: partial(_read_exact, kind) for kind in (int, str, bool)},
-    float: _read_float,
-    np.ndarray: _read_array,
-    Path: _read_path,
-    TextTokenizer: _read_tokenizer,
-}
-_GENERIC: dict[Any, Callable[..., _Reader]] = {  # values of other types are refused
-    Union: _optional_reader,
-    types.UnionType: _optional_reader,
-    Literal: _literal_reader,
-    list: partial(_sequence_reader, list),
-    tuple: partial(_sequence_reader, tuple),
-    dict: _map_reader,
-    Mapping: _map_reader,
-}
+def _read_extension(code: int, data: bytes) -> np.ndarray | TextTokenizer:
+    if code == _ARRAY:
+        kind, shape, content = msgpack.unpackb(data)
+        if kind not in ARRAY_TYPES:
+            raise ValueError(f"array of {kind!r:.80}: must be one of {', '.join(sorted(ARRAY_TYPES))}")
+        return np.frombuffer(content, kind).reshape(shape)
+    if code == _TOKENIZER:
+        file, prompts = msgpack.unpackb(data)
+        return TextTokenizer.from_file(Path(file), PromptFormat(**prompts))
+    raise ValueError(f"extension type {code}: unknown")
