@@ -1,11 +1,12 @@
 """Reads and writes `profile.json`: fitted costs, chances of acceptance, and where they were measured.
 
 A profile holds for one engine directory on one machine with one version. A profile of another is refused with the
-differences. An engine without a profile gets the default cost model.
+differences, and one that was edited or damaged by its hash. An engine without a profile gets the default cost model.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
 from faser_backend.files import FileError, read_json
 from faser_backend.manifest import EngineManifest, ModelEngine
-from faser_backend.policy.calibration import KINDS, MARGIN_KNOTS, MarginCounts
+from faser_backend.policy.calibration import MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import Knowledge
@@ -26,7 +27,7 @@ from faser_backend.serving.default_costs import ModelSize, default_cost_model
 from faser_backend.serving.runtimes import identity_of, key_columns_of
 from faser_backend.version import VERSION
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6  # of the file, and of the bins of its margins
 PROFILE_FILE = "profile.json"
 _SHOWN = {
     "cpu": "CPU",
@@ -59,14 +60,6 @@ class Fingerprint:
         }
         return cls(device, VERSION, files)
 
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Fingerprint:
-        device = {name: value for name, value in fields.items() if name not in {"faser", "files"}}
-        return cls(device, fields["faser"], dict(fields["files"]))
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**self.device, "faser": self.faser, "files": self.files}
-
     def differences(self, other: Fingerprint) -> list[str]:
         """Returns the differences from `other` in words, none if the profile fits."""
         mine, others = ({**each.device, "faser": each.faser} for each in (self, other))
@@ -89,57 +82,6 @@ class Calibration:
     margins: dict[str, MarginCounts]  # of the fitted half, by kind of request
     exits: tuple[ExitCalibration, ...]
 
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "source": self.source,
-            "num_fitted": self.num_fitted,
-            "num_held_out": self.num_held_out,
-            "margins": {
-                "knots": MARGIN_KNOTS.tolist(),
-                **{
-                    kind: {"tested": counts.tested.tolist(), "accepted": counts.accepted.tolist()}
-                    for kind, counts in self.margins.items()
-                },
-            },
-            "exits": [{"calibration": asdict(each)} for each in self.exits],
-        }
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Calibration:
-        """Reads the fields of as_dict. Raises KeyError, TypeError or ValueError for others."""
-        return cls(
-            source=str(fields["source"]),
-            num_fitted=int(fields["num_fitted"]),
-            num_held_out=int(fields["num_held_out"]),
-            margins=_margins_from(fields["margins"]),
-            exits=tuple(_exit_from(each["calibration"]) for each in fields["exits"]),
-        )
-
-
-def _margins_from(fields: dict[str, Any]) -> dict[str, MarginCounts]:
-    if fields["knots"] != MARGIN_KNOTS.tolist():
-        raise ValueError("margins were counted in other bins")
-    return {kind: _counts_from(fields[kind]) for kind in KINDS}
-
-
-def _counts_from(fields: dict[str, Any]) -> MarginCounts:
-    tested, accepted = (np.array(fields[name], np.float64) for name in ("tested", "accepted"))
-    if tested.shape != MARGIN_KNOTS.shape or accepted.shape != MARGIN_KNOTS.shape:
-        raise ValueError(f"margins need {MARGIN_KNOTS.size} bins")
-    if not (np.isfinite(tested).all() and (accepted >= 0).all() and (accepted <= tested).all()):
-        raise ValueError("accepted tokens of a bin must lie between 0 and those tested")
-    return MarginCounts(tested, accepted)
-
-
-def _exit_from(fields: dict[str, Any]) -> ExitCalibration:
-    exit_ = ExitCalibration(**{**fields, "pruned_shares": tuple(fields["pruned_shares"])})
-    if not np.isfinite([exit_.bias, exit_.chance_weight, exit_.margin_weight]).all():
-        raise ValueError(f"exit at layer {exit_.layer}: weights must be finite numbers")
-    shares = (exit_.threshold, exit_.retention, exit_.trimmed_retention, exit_.trimmed_pruned_share)
-    if not exit_.pruned_shares or not all(0.0 <= share <= 1.0 for share in (*shares, *exit_.pruned_shares)):
-        raise ValueError(f"exit at layer {exit_.layer}: threshold and shares must lie in [0, 1]")
-    return exit_
-
 
 @dataclass(frozen=True, slots=True)
 class Profile:
@@ -154,21 +96,43 @@ class Profile:
 
     def save(self, engine_dir: Path) -> None:
         """Writes ENGINE_DIR/profile.json atomically, by a rename."""
-        content = {
-            "format_version": FORMAT_VERSION,
-            "date": self.date,
-            "fingerprint": self.fingerprint.as_dict(),
-            "spread": self.spread,
-            "overhead": asdict(self.overhead),
-            "calibration": self.calibration.as_dict(),
-            "costs": [
-                {"model": model, "partition": partition, "segments": [asdict(cost) for cost in costs]}
-                for (model, partition), costs in self.costs.items()
-            ],
-        }
+        fields: dict[str, Any] = {name: getattr(self, name) for name in ("date", "spread")}
+        fields |= {name: asdict(getattr(self, name)) for name in ("fingerprint", "overhead", "calibration")}
+        fields["costs"] = [(*key, [asdict(cost) for cost in costs]) for key, costs in self.costs.items()]
+        text = json.dumps(fields, default=np.ndarray.tolist)
         partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
-        partial.write_text(json.dumps(content, default=np.ndarray.tolist) + "\n")
+        head = {"format_version": FORMAT_VERSION, "sha256": _sha256(text)}
+        partial.write_text(json.dumps(head | {"profile": json.loads(text)}) + "\n")
         os.replace(partial, engine_dir / PROFILE_FILE)
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> Profile:
+        """Reads what `save` wrote."""
+        chances = fields["calibration"]
+        margins = {kind: MarginCounts(**_arrays(counts)) for kind, counts in chances["margins"].items()}
+        exits = (each | {"pruned_shares": tuple(each["pruned_shares"])} for each in chances["exits"])
+        chances |= {"margins": margins, "exits": tuple(ExitCalibration(**each) for each in exits)}
+        return cls(
+            fingerprint=Fingerprint(**fields["fingerprint"]),
+            date=fields["date"],
+            costs={(model, partition): tuple(map(_call_cost, costs)) for model, partition, costs in fields["costs"]},
+            overhead=OverheadCost(**fields["overhead"]),
+            spread=fields["spread"],
+            calibration=Calibration(**chances),
+        )
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _arrays(fields: dict[str, list[float]]) -> dict[str, np.ndarray]:
+    return {name: np.array(values, np.float64) for name, values in fields.items()}
+
+
+def _call_cost(fields: dict[str, Any]) -> CallCost:
+    curves: dict[str, Any] = {name: Curve(**_arrays(fields[name])) for name in ("rows", "keys")}
+    return CallCost(**(fields | curves))
 
 
 def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
@@ -177,18 +141,15 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
     mend = f"run `faser profile {engine_dir}`"
     try:
         fields = read_json(path)
-        found_version = fields["format_version"]
     except FileError as error:
         reason = error.reason if error.is_missing else f"not readable as a profile ({error.reason})"
         raise ConfigError(f"{path}: {reason}; {mend}") from None
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not readable as a profile ({type(error).__name__}: {error}); {mend}") from None
-    if found_version != FORMAT_VERSION:
-        raise ConfigError(f"{path}: format_version = {found_version!r}: this version reads {FORMAT_VERSION}; {mend}")
-    try:
-        profile = _profile_from(fields)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: malformed ({type(error).__name__}: {error}); {mend}") from None
+    version = fields.get("format_version") if isinstance(fields, dict) else None
+    if version != FORMAT_VERSION:
+        raise ConfigError(f"{path}: format_version = {version!r}: this version reads {FORMAT_VERSION}; {mend}")
+    if fields.get("sha256") != _sha256(json.dumps(fields.get("profile"))):
+        raise ConfigError(f"{path}: changed since it was measured; {mend}")
+    profile = Profile.from_fields(fields["profile"])
     differences = profile.fingerprint.differences(Fingerprint.here(manifest))
     if differences:
         raise ConfigError(f"{path}: measured with {'; '.join(differences)}; {mend}")
@@ -217,11 +178,6 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     return Knowledge(cost_model_of(profile, manifest), calibration.margins, calibration.exits)
 
 
-def load_cost_model(engine_dir: Path, manifest: EngineManifest) -> CostModel:
-    """Returns the costs of `load_knowledge` alone."""
-    return load_knowledge(engine_dir, manifest).costs
-
-
 def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
     return CostModel(
         profile.costs, profile.overhead, key_columns(manifest), is_measured=True, is_padded=is_padded(manifest)
@@ -242,42 +198,6 @@ def key_columns(manifest: EngineManifest) -> np.ndarray:
 
 def _models(manifest: EngineManifest) -> dict[str, ModelEngine]:
     return dict(zip((TARGET, DRAFT), ModelPair(manifest.target, manifest.draft).present, strict=False))
-
-
-def _profile_from(fields: dict[str, Any]) -> Profile:
-    return Profile(
-        fingerprint=Fingerprint.from_dict(fields["fingerprint"]),
-        date=str(fields["date"]),
-        costs={
-            (str(entry["model"]), str(entry["partition"])): tuple(map(_call_cost_from, entry["segments"]))
-            for entry in fields["costs"]
-        },
-        overhead=OverheadCost(**{name: float(_times_from(us)) for name, us in fields["overhead"].items()}),
-        spread=float(fields["spread"]),
-        calibration=Calibration.from_dict(fields["calibration"]),
-    )
-
-
-def _times_from(values: Any) -> np.ndarray:
-    found = np.array(values, np.float64)
-    if not np.isfinite(found).all() or (found < 0.0).any():
-        raise ValueError("times must be non-negative numbers")
-    return found
-
-
-def _curve_from(fields: dict[str, Any]) -> Curve:
-    knots, values_us = _times_from(fields["knots"]), _times_from(fields["values_us"])
-    if knots.size < 2 or knots.shape != values_us.shape or (np.diff(knots) <= 0.0).any():
-        raise ValueError("a curve needs at least 2 ascending knots, and as many values")
-    if (np.diff(values_us) < 0.0).any():
-        raise ValueError("values of a curve must never fall")
-    return Curve(knots, values_us)
-
-
-def _call_cost_from(fields: dict[str, Any]) -> CallCost:
-    curves = {name: _curve_from(fields[name]) for name in ("rows", "keys")}
-    rest: dict[str, Any] = {name: float(_times_from(value)) for name, value in fields.items() if name not in curves}
-    return CallCost(**curves, **rest)
 
 
 def _size_of(model: ModelEngine) -> ModelSize:

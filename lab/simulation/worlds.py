@@ -15,7 +15,7 @@ from faser_backend.lab.simulation.acceptance import RETENTION, demo_process, fit
 from faser_backend.lab.simulation.costs import ASSUMPTIONS, kv_capacity_tokens, roofline, with_host
 from faser_backend.lab.simulation.engine import World
 from faser_backend.manifest import EngineManifest, ModelEngine
-from faser_backend.serving.profile_store import load_cost_model
+from faser_backend.serving.profile_store import load_knowledge
 
 AGREEMENT = ("Draft and target agree", "Acceptance is that")  # how what is assumed of acceptance begins
 DECODING = "Sample-and-match; every request decodes to the trace's length; no prompts are shared; clients take no time."
@@ -90,7 +90,7 @@ def profile_world(
     manifest = EngineManifest.load(engine_dir)
     if manifest.draft is None:
         raise ConfigError(f"{engine_dir}: has no draft model; what is simulated is the acceptance of a pair of models")
-    costs = load_cost_model(engine_dir, manifest)
+    costs = load_knowledge(engine_dir, manifest).costs
     if not costs.is_measured:
         raise ConfigError(f"{engine_dir}: has no profile; run `faser profile {engine_dir}`")
     exits = tuple(

@@ -101,10 +101,7 @@ def test_bad_parameters_are_named(table, name, value, limit):
         table.from_parameters(given(**{name: value}))
 
 
-def test_the_former_names_of_the_command_and_of_the_models_still_work(tmp_path):
-    command = [sys.executable, "-m", "faser_backend.serving.model_configs", str(tmp_path)]
-    subprocess.run(command, capture_output=True, check=True, timeout=60)
-    assert (tmp_path / "model_repo" / "ensemble" / "config.pbtxt").is_file()
+def test_the_former_name_of_the_models_still_works():
     stub = "import sys, unittest.mock as m; sys.modules['triton_python_backend_utils'] = m.MagicMock()\n"
     code = stub + "from faser_backend.serving.triton_model import TextModel; print(TextModel.__module__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

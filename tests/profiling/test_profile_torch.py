@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -67,9 +66,8 @@ def test_costs_are_those_of_this_device(engine: Path, monkeypatch: pytest.Monkey
     for partition in costs.partitions:
         assert all(float(costs.call_us(model, partition, 1, 1, 16)) > 0 for model in (TARGET, DRAFT))
 
-    fields = json.loads((engine / PROFILE_FILE).read_text())
-    fields["fingerprint"]["torch"] = "0.1"
-    (engine / PROFILE_FILE).write_text(json.dumps(fields))
+    older = replace(profile.fingerprint, device=profile.fingerprint.device | {"torch": "0.1"})
+    replace(profile, fingerprint=older).save(engine)
     with pytest.raises(ConfigError, match=r"measured with torch 0\.1 instead of"):
         load_profile(engine, manifest)
     (engine / PROFILE_FILE).unlink()
