@@ -13,9 +13,9 @@ from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.link import Handshake
 from faser_backend.triton.metrics import MetricReporter
-from faser_backend.triton.separate_tokenizer import SeparateTokenizer
 
 
 class EngineHost:
@@ -42,7 +42,7 @@ class EngineHost:
             chat_template_file=options.chat_template,
             adds_special_tokens=options.add_special_tokens,
         )
-        self._tokenizer = SeparateTokenizer(folder / manifest.tokenizer.name, prompts)
+        self._tokenizer = TextTokenizer.from_file(folder / manifest.tokenizer.name, prompts)
         engine, prepare = open_engine(engine_dir, manifest, config)
         self.handshake = Handshake(
             ServedModel.of(folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes),

@@ -340,10 +340,6 @@ class LlmApiModel(EngineModel):
 
     contract = LlmApiContract()
 
-    def initialize(self, args: dict[str, str]) -> None:
-        super().initialize(args)
-        self._host.handshake.model.tokenizer.encode("")  # starts the tokenizer's process before the first request
-
 
 class _Converter(ConfiguredModel):
     """A base class of models that only convert, with the engine's tokenizer."""

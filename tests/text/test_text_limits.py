@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +21,6 @@ from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
 from faser_backend.triton.frontend import LONG_TEXT_BYTES, LongTexts
-from faser_backend.triton.separate_tokenizer import SeparateTokenizer
-from tests.support.processes import children, kill_children, still_running
 from tests.support.serving_pair import byte_level_tokenizer
 from tests.triton.test_contract import HANDSHAKE, MODEL, number, parse, text
 
@@ -155,42 +150,6 @@ def test_grammars_below_the_limits_are_read():
     assert "start" in read_guide("ebnf_grammar", 'root ::= "x" other\nother ::= [a-z]+')
     lark = "start: " + " | ".join(f'"w{index}"' for index in range(20_000))
     assert lark in read_guide("ebnf_grammar", lark)
-
-
-def test_a_separate_tokenizer_gives_the_same_ids_and_outlives_its_processes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    path = tmp_path / "tokenizer.json"
-    here = byte_level_tokenizer()
-    here.save(str(path))
-    separate = SeparateTokenizer(path, PromptFormat())
-    monkeypatch.setattr(TextTokenizer, "encode", None)  # nothing is tokenised here
-    assert separate.encode_prompt("fox") == list(*separate.encode_words("stop", ["fox"])) == here.encode("fox").ids
-    for sent in ("", "naïve 🙂 x", "the quick brown fox " * 2000):
-        assert separate.encode(sent) == here.encode(sent).ids
-    assert len(children("triton.separate_tokenizer")) == 2, "one of them for the long text"
-    kill_children("triton.separate_tokenizer")
-    assert separate.encode("fox") == here.encode("fox").ids, "another process took its place"
-    separate.close()
-    assert not children("triton.separate_tokenizer")
-
-
-def test_a_separate_tokenizer_leaves_no_process_behind_when_it_is_killed(tmp_path: Path):
-    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from faser_backend.text.prompts import PromptFormat\n"
-        "from faser_backend.triton.separate_tokenizer import SeparateTokenizer\n"
-        "tokenizer = SeparateTokenizer(Path(sys.argv[1]), PromptFormat()); tokenizer.encode('x')\n"
-        "print('ready', flush=True); time.sleep(60)"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "tokenizer.json")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-        workers = children("-m faser_backend.triton.separate_tokenizer", parent.pid)
-        parent.kill()
-    assert len(workers) == 1
-    assert still_running(workers) == []
 
 
 def test_the_openai_server_has_the_same_limit():
