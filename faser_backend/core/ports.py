@@ -31,6 +31,7 @@ class ModelRunner(Protocol):
     num_layers: tuple[int, ...]  # of each segment
     exits: frozenset[int]  # segments that end at an exit layer
     vocab_size: int
+    max_mixed_rows: int | None  # of a call that verifies and reads prompts; 0: makes none; None: any number
     max_logit_rows: int | None  # of each sequence of a call, however many there are; None: any number
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: DeviceArray | None) -> DeviceArray:

@@ -27,9 +27,8 @@ class StepRecord:
     propose_us: float  # duration of the draft phase, which an overlapped step runs beside the verification
     verify_us: float
     overlap_us: float  # while both phases ran
-    # While the host saw the target read prompts, and the draft catch up; a GPU may still work on them afterwards.
-    prefill_us: float = 0.0
-    draft_prefill_us: float = 0.0
+    num_mixed_rows: int = 0  # of prompts, in the verification's call; verify_us includes them
+    draft_prefill_us: float = 0.0  # while the host saw the draft read prompts; a GPU may work on them afterwards
 
     @property
     def step_us(self) -> float:

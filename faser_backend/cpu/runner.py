@@ -126,6 +126,7 @@ class LlvmRunner:
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = spec.vocab_size
         self.max_logit_rows: int | None = None
+        self.max_mixed_rows: int | None = None
         self._weights = WeightFile(engine_dir / model.weights.name)
         self._embedding_file = self._weights
         layers_format, embedding_format, head_format = model.weight_format.formats

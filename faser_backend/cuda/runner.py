@@ -81,6 +81,8 @@ class CudaRunner:
         self.vocab_size = model.spec.vocab_size
         # The number that each sequence of a full batch may have.
         self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
+        # Compiled programs take few rows per sequence where many have logits.
+        self.max_mixed_rows: int | None = MAX_GRAPH_ROWS if limits is None else 0
         self.capturer = capturer
         num_blocks = -(-model.spec.max_context // pool.kv_block_size)
         self.shapes: CallShapes = RowMenu(num_blocks) if limits is None else Buckets(pool.kv_block_size, limits)

@@ -61,6 +61,7 @@ def assemble(
         policy,
         max_num_seqs=config.max_num_seqs,
         max_prefill_tokens=config.max_prefill_tokens,
+        max_gap_ms=config.max_gap_ms,
         never_evicts=config.admission == "guaranteed_no_evict",
         max_draft_lag=MAX_DRAFT_LAG if proposer is None else proposer.max_lag,
     )

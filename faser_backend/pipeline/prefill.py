@@ -1,16 +1,17 @@
 """The prefill phase: prompt chunks go through the target and, where the request drafts, through the draft.
 
-Few requests want the logits of their prompt. Chunks of those run alone, in calls of at most MAX_LOGIT_ROWS rows, which
-bounds the memory of the logits.
+A chunk usually shares the call of the step's verification. Few requests want the logits of their prompt. Chunks of
+those run alone, in calls of at most MAX_LOGIT_ROWS rows, which bounds the memory of the logits.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import blaming
 from faser_backend.core.plan import PrefillChunk, StepPlan
 from faser_backend.core.ports import Clock, ModelRunner, Partition, Sampler
@@ -24,11 +25,21 @@ from faser_backend.policy.block_manager import BlockManager
 MAX_LOGIT_ROWS = 64  # of a call: 32 MB of logits at 128k tokens, and enough rows that weights are read for many at once
 
 
-class PrefillTimes(NamedTuple):
-    """Microseconds spent in each model."""
+def joins_verification(plan: StepPlan, target: ModelRunner) -> bool:
+    """Returns whether the verification's call also reads the step's prompts, so that weights are read once.
 
-    target_us: float
-    draft_us: float
+    Not in overlapped steps, whose target runs on a share of the device beside the draft; not where a pruner may take
+    rows out between segments, as it decides about verified rows only; not if a prompt's logits are wanted, whose memory
+    is bounded by calls of their own; and not if the runtime has no shape for so many rows.
+    """
+    decision, chunks = plan.decision, plan.prefills
+    if not plan.decodes or not chunks or plan.drafts or decision.partition != WHOLE or decision.pruner is not None:
+        return False
+    if any(chunk.sequence.owes_context_logits for chunk in chunks):
+        return False
+    most = target.max_mixed_rows
+    num_drafted = sum(plan.num_draft_tokens) + int(plan.in_flight.frontier.num_drafted.sum())
+    return most is None or len(plan.decodes) + num_drafted + sum(chunk.num_tokens for chunk in chunks) <= most
 
 
 class Prefiller:
@@ -37,48 +48,52 @@ class Prefiller:
     def __init__(
         self, blocks: BlockManager, sampler: Sampler, clock: Clock, times: PhaseTimes, proposer: Proposer | None
     ) -> None:
-        self._blocks = blocks
-        self._sampler = sampler
-        self._clock = clock
-        self._times = times
-        self._proposer = proposer
+        self._blocks, self._sampler, self._proposer = blocks, sampler, proposer
+        self._clock, self._times = clock, times
 
-    def prefill(self, partition: Partition, plan: StepPlan) -> PrefillTimes:
-        """Runs prompt chunks through the target and, if wanted, the draft. First the draft reads missed tokens."""
-        start_ns = self._clock.now_ns()
-        if plan.draft_prefills:
-            assert self._proposer is not None
-            self._proposer.prefill(partition, plan.draft_prefills)
-            self._times.start()
-        caught_up_ns = self._clock.now_ns()
-        if not plan.prefills:
-            return PrefillTimes(0.0, (caught_up_ns - start_ns) / 1e3)
-        wanting = [chunk for chunk in plan.prefills if _takes_logits(chunk.sequence, partition.target.vocab_size)]
+    def read(self, target: ModelRunner, plan: StepPlan) -> RowBatch | None:
+        """Runs chunks through the target in calls of their own, or returns their rows for the verification's call."""
+        if joins_verification(plan, target):
+            return self._rows_of(plan.prefills)
+        wanting = [chunk for chunk in plan.prefills if _takes_logits(chunk.sequence, target.vocab_size)]
         plain = [chunk for chunk in plan.prefills if chunk not in wanting] if wanting else plan.prefills
         if plain:
-            self._read(partition.target, plain)
+            run_model(target, self._rows_of(plain))
+            self._times.lap("prefill_model")
         for chunk in wanting:
-            self._read_with_logits(partition.target, chunk)
-        read_ns = self._clock.now_ns()
-        if self._proposer is not None and plan.decision.prefills_draft:
-            self._proposer.prefill(partition, [chunk for chunk in plan.prefills if _is_for_draft(chunk)])
-            self._times.start()
-        end_ns = self._clock.now_ns()
+            self._read_with_logits(target, chunk)
+        return None
+
+    def finish(self, partition: Partition, plan: StepPlan) -> float:
+        """Commits chunks that the target has read; first the draft reads them, if wanted. Returns its microseconds."""
+        is_wanted = plan.decision.prefills_draft and self._proposer is not None
+        chunks = [chunk for chunk in plan.prefills if is_wanted and _is_for_draft(chunk)]
+        draft_us = self.read_by_draft(partition, chunks)
         for sequence, start, num_tokens in plan.prefills:
             sequence.target_len = stop = start + num_tokens
             self._blocks.publish(sequence.slot, sequence.token_ids, stop, sequence.draft_len)
         self._times.lap("commit")
-        return PrefillTimes((read_ns - caught_up_ns) / 1e3, (caught_up_ns - start_ns + end_ns - read_ns) / 1e3)
+        return draft_us
 
-    def _read(self, target: ModelRunner, chunks: list[PrefillChunk]) -> None:
+    def _rows_of(self, chunks: list[PrefillChunk]) -> RowBatch:
+        """Returns the target's rows of chunks, without logits."""
         sequences = [chunk.sequence for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
         stops = [chunk.start + chunk.num_tokens for chunk in chunks]
         tables = self._blocks.block_tables[[sequence.slot for sequence in sequences]]
         rows = token_range_rows(sequences, starts, stops, tables, with_logits=False)
         self._times.lap("prefill_rows")
-        run_model(target, rows)
-        self._times.lap("prefill_model")
+        return rows
+
+    def read_by_draft(self, partition: Partition, chunks: list[PrefillChunk]) -> float:
+        """Lets the draft read what it has missed of chunks. Returns the microseconds that the host saw."""
+        if not chunks:
+            return 0.0
+        assert self._proposer is not None
+        start_ns = self._clock.now_ns()
+        self._proposer.prefill(partition, chunks)
+        self._times.start()
+        return (self._clock.now_ns() - start_ns) / 1e3
 
     def _read_with_logits(self, target: ModelRunner, chunk: PrefillChunk) -> None:
         """Stores every row's logits, or the requested part of them, in the sequence."""

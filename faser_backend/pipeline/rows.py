@@ -13,12 +13,15 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class DecodeBatch:
-    """Slots, lengths and blocks of the B sequences that decode in a step; fixed while it runs."""
+    """Slots, lengths and blocks of the B sequences that decode in a step; fixed while it runs.
 
-    __slots__ = ("block_tables", "num_tokens", "sequences", "slots")
+    prompts: rows that the verification's call reads too.
+    """
 
-    def __init__(self, sequences: list[Sequence], block_tables: np.ndarray) -> None:
-        self.sequences = sequences
+    __slots__ = ("block_tables", "num_tokens", "prompts", "sequences", "slots")
+
+    def __init__(self, sequences: list[Sequence], block_tables: np.ndarray, prompts: RowBatch | None = None) -> None:
+        self.sequences, self.prompts = sequences, prompts
         self.slots = np.array([sequence.slot for sequence in sequences], np.int64)  # [B]
         self.num_tokens = np.array([sequence.num_tokens for sequence in sequences], np.int64)  # [B]
         self.block_tables = block_tables[self.slots]  # [B, max_blocks]
@@ -79,6 +82,17 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
     is_uniform = num_rows == chains.size
     token_ids = chains.reshape(-1) if is_uniform else chains[np.arange(chains.shape[1]) < counts[:, None]]
     return RowBatch(token_ids, cu_rows, batch.num_tokens - 1, batch.block_tables, np.arange(num_rows))
+
+
+def mixed_rows(rows: RowBatch, prompts: RowBatch) -> RowBatch:
+    """Returns the rows of a verification and behind them those of prompts, which have no logits."""
+    return RowBatch(
+        np.concatenate([rows.token_ids, prompts.token_ids]),
+        np.concatenate([rows.cu_rows, rows.num_rows + prompts.cu_rows[1:]]),
+        np.concatenate([rows.context_lens, prompts.context_lens]),
+        np.concatenate([rows.block_tables, prompts.block_tables]),
+        rows.logit_rows,
+    )
 
 
 def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.ndarray) -> SamplingRows:

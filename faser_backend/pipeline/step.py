@@ -1,4 +1,4 @@
-"""One step of the engine: schedule, prefill, propose, verify, accept, commit.
+"""One step of the engine: schedule, propose, verify and read prompts, accept, commit.
 
 Read this page first. Work in flight is passed along as values: a plan becomes a frontier (draft tokens), its
 verification (the target's logits), an acceptance (emitted tokens) and then outputs. Drafts that a later step verifies
@@ -81,7 +81,7 @@ class StepRunner:
         self.draft_times = PhaseTimes(clock) if proposer is None else proposer.times
         self.prefiller = Prefiller(scheduler.blocks, sampler, clock, self.times, proposer)
         self.verifier = Verifier(sampler, self.times)
-        self.observers: list[Callable[[StepRecord], None]] = [scheduler.policy.observe]
+        self.observers: list[Callable[[StepRecord], None]] = [scheduler.policy.observe, scheduler.observe]
 
     @property
     def phase_times_ns(self) -> dict[str, int]:
@@ -108,11 +108,14 @@ class StepRunner:
     def run(self, plan: StepPlan) -> tuple[list[EngineOutput], InFlight]:
         """Runs a plan. Returns the emitted tokens, and the drafts for later steps."""
         start_ns = self.clock.now_ns()
-        reading = self.prefiller.prefill(self.partitions[WHOLE], plan)
-        batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables)
+        whole = self.partitions[WHOLE]
+        draft_prefill_us = self.prefiller.read_by_draft(whole, plan.draft_prefills)
+        prompts = self.prefiller.read(whole.target, plan)
+        batch = DecodeBatch(plan.decodes, self.scheduler.blocks.block_tables, prompts)
         ready, waiting = split(plan.in_flight, batch.sequences)
         run_phases = self._run_overlapped if plan.drafts else self._run_serial
         phases = run_phases(plan, batch, ready)
+        draft_prefill_us += self.prefiller.finish(whole, plan)
         if phases.verified is None:
             outputs = self._end_failed()
             return outputs, join(waiting, phases.ahead).present()
@@ -133,8 +136,8 @@ class StepRunner:
             propose_us=phases.proposing.us,
             verify_us=phases.verifying.us,
             overlap_us=phases.verifying.overlap_us(phases.proposing),
-            prefill_us=reading.target_us,
-            draft_prefill_us=reading.draft_us,
+            num_mixed_rows=0 if prompts is None else prompts.num_rows,
+            draft_prefill_us=draft_prefill_us,
         )
         for observe in self.observers:
             observe(record)
@@ -142,7 +145,7 @@ class StepRunner:
         return outputs, in_flight.present()
 
     def _run_serial(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
-        """Drafts for the sequences without drafts in flight, then verifies all sequences."""
+        """Drafts for the sequences without drafts in flight, then verifies all sequences and reads prompts."""
         if not plan.decodes:
             return StepPhases(ready, None, InFlight.empty())
 

@@ -13,7 +13,7 @@ from faser_backend.core.decision import ExitView, Pruner
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.ports import DeviceArray, ModelRunner, Sampler
 from faser_backend.pipeline.acceptance import PURPOSE_ACCEPT, PURPOSE_RECOVER, accept_by_rejection, accept_matches
-from faser_backend.pipeline.rows import DecodeBatch, keep_rows, run_model, verify_rows, verify_sampling_rows
+from faser_backend.pipeline.rows import DecodeBatch, keep_rows, mixed_rows, run_model, verify_rows, verify_sampling_rows
 from faser_backend.pipeline.timing import PhaseTimes
 
 
@@ -31,7 +31,7 @@ class Verifier:
         rows = verify_rows(batch, frontier)
         self._times.lap("target_rows")
         if pruner is None or frontier.candidates is None or not pruner.exits & runner.exits:
-            logits = run_model(runner, rows)
+            logits = run_model(runner, rows if batch.prompts is None else mixed_rows(rows, batch.prompts))
             self._times.lap("target_model")
             return Verification(logits, rows.cu_rows, frontier.num_rows, rows.num_rows * sum(runner.num_layers))
         return self._verify_with_exits(runner, batch, frontier, rows, pruner)

@@ -307,21 +307,22 @@ class TimeErrors:
             verify_us += times.lanes_us
         else:
             lengths, drafting = record.frontier.num_drafted * record.frontier.is_main, times
-        reading_us = _target_reading_us(record, known.costs) + record.draft_prefill_us
-        measured_us = record.step_us - reading_us - record.propose_us + record.overlap_us
-        self.observe(TARGET, partition, num_rows, verify_us, measured_us)
+        read_rows, read_us = _reading_of(record, known.costs)
+        measured_us = record.step_us - record.draft_prefill_us - record.propose_us + record.overlap_us
+        self.observe(TARGET, partition, num_rows + read_rows, verify_us + read_us, measured_us)
         if knows_who and lengths.any() and record.propose_us:
             draft_us = drafting.chains_us(lengths, is_trimmed=plan.decision.trim is not None)
             self.observe(DRAFT, partition, int(np.count_nonzero(lengths)), draft_us, record.propose_us)
 
 
-def _target_reading_us(record: StepRecord, costs: CostModel) -> float:
-    """Returns the time in which the target read prompts: measured, or predicted if the device works asynchronously and
-    the host saw little of it."""
+def _reading_of(record: StepRecord, costs: CostModel) -> tuple[int, float]:
+    """Returns the prompt rows that the target read in a step, and the time that is predicted for them."""
     chunks = record.plan.prefills
     if not chunks:
-        return 0.0
+        return 0, 0.0
     num_rows = [chunk.num_tokens for chunk in chunks]
     context = costs.batch_context([chunk.start + 1 for chunk in chunks])
-    us = costs.call_us(TARGET, WHOLE, sum(num_rows), len(num_rows), context, max_rows=max(num_rows), num_logit_rows=0)
-    return record.prefill_us if record.prefill_us > 0.5 * float(us) else float(us)
+    call_us = partial(costs.call_us, TARGET, WHOLE, num_logit_rows=0)
+    us = call_us(sum(num_rows), len(num_rows), context, max_rows=max(num_rows))
+    # A call that also verifies reads the weights once.
+    return sum(num_rows), float(us - call_us(0, 0, 0) if record.num_mixed_rows else us)

@@ -1,19 +1,22 @@
 """Continuous batching: which sequences are verified in the next step, which draft, which prefill.
 
 The scheduler owns the waiting queue, the running list and the request slots. It asks the policy for a decision and
-turns it into a `StepPlan`: decodes first, then admissions, then prefill chunks within the rest of the token budget.
+turns it into a `StepPlan`: decodes first, then admissions, then as many prompt tokens as running requests can wait for.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from itertools import accumulate
 
 from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
+from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import NO_MATCH, BlockManager
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
+FIRST_ROWS = 64  # of prompts beside decodes, before their time is known
 PREFILL_HORIZON_STEPS = 32  # that policies plan for a growing batch; an answer of 100 tokens takes 25 to 100 steps
 
 
@@ -30,6 +33,7 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_prefill_tokens: int,
+        max_gap_ms: float = 0.0,  # 0: no limit
         never_evicts: bool,
         max_draft_lag: int = MAX_DRAFT_LAG,
     ) -> None:
@@ -38,6 +42,7 @@ class Scheduler:
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_gap_ms, self._prompt_rows = max_gap_ms, float(min(FIRST_ROWS, max_prefill_tokens))
         self.never_evicts = never_evicts
         self.max_draft_lag = max_draft_lag
         self.waiting: deque[Sequence] = deque()
@@ -83,14 +88,9 @@ class Scheduler:
 
     def _num_prefilling(self) -> int:
         """Counts the sequences whose prompts will be read within PREFILL_HORIZON_STEPS."""
-        num_prefilling, budget = 0, PREFILL_HORIZON_STEPS * self.max_prefill_tokens
-        for sequence in self.running:
-            missing = sequence.num_prefill_tokens
-            budget -= missing
-            if budget < 0:
-                break
-            num_prefilling += missing > 0
-        return num_prefilling
+        most = PREFILL_HORIZON_STEPS * self._num_prompt_rows
+        missing = [num_tokens for sequence in self.running if (num_tokens := sequence.num_prefill_tokens)]
+        return sum(total <= most for total in accumulate(missing))
 
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
@@ -193,8 +193,22 @@ class Scheduler:
         reserved = sum(self.blocks.num_blocks_for(other.token_ids.size) for other in self.running)
         return reserved + self.blocks.num_blocks_for(sequence.token_ids.size) <= self.blocks.num_blocks
 
+    def observe(self, record: StepRecord) -> None:
+        """Learns how many prompt tokens a step may read, so that running sequences wait max_gap_ms for a token."""
+        num_rows = sum(chunk.num_tokens for chunk in record.plan.prefills)
+        num_steps = 2 if record.plan.decision.mode is PipelineMode.PING_PONG else 1  # per token of a sequence
+        share = self.max_gap_ms * 1e3 / (num_steps * max(record.step_us, 1.0))
+        if num_rows >= self._num_prompt_rows or (num_rows and share < 1.0):
+            most = max(num_rows * share, 0.5 * self._prompt_rows, self.blocks.block_size)
+            self._prompt_rows = min(most, self.max_prefill_tokens)
+
+    @property
+    def _num_prompt_rows(self) -> int:
+        """Returns how many prompt tokens a step may read beside decodes: a KV block or more, so prompts advance."""
+        return int(self._prompt_rows) if self.max_gap_ms else self.max_prefill_tokens
+
     def _plan_prefills(self, plan: StepPlan) -> None:
-        budget = self.max_prefill_tokens
+        budget = self._num_prompt_rows if plan.decodes or plan.drafts else self.max_prefill_tokens
         for sequence in self.running:
             missing = sequence.num_prefill_tokens
             if missing and budget:

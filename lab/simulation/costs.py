@@ -48,7 +48,7 @@ ASSUMPTIONS = (
     f"{OVERHEAD.step_row_us:g} us a row; {OVERHEAD.draft_us:g} us and {OVERHEAD.draft_sequence_us:g} us a sequence per "
     f"draft call; {OVERHEAD.exit_us:g} us and {OVERHEAD.exit_row_us:g} us a row per exit that looks at scores; "
     f"{OVERHEAD.lanes_us:g} us per overlapped step. Deciding by confidence which chains go on is free. "
-    "Prompt chunks run as calls of their own.",
+    "A prompt's chunk shares the call of a verification if it can.",
     f"Splits leave {', '.join(map(str, DRAFT_SMS))} SMs to the draft. A share of the SMs loses arithmetic in "
     "proportion, and of bandwidth what it cannot draw (published for 32, 48 and 64 of 132 SMs, in proportion below); "
     f"the target also what the draft draws beside it when it makes {COMPANY_CALLS} calls of {COMPANY_SEQUENCES} "

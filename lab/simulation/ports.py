@@ -2,7 +2,7 @@
 
 Step overhead is charged by the runner, all but that of trimming: what surrounds a verification with the target's call
 that yields logits, and with it what a round of drafting costs where drafted rows are verified; what surrounds a draft
-call with that call, an exit's with its scores. Prompt chunks pay for their calls alone.
+call with that call, an exit's with its scores. Prompts pay for their rows alone.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class SimRunner:
         self.exits = exits
         self.vocab_size = VOCAB_SIZE
         self.max_logit_rows: int | None = None
+        self.max_mixed_rows = 0 if costs.is_padded else None  # padded attention would pad every sequence to a chunk
         self._model = model
         self._costs = costs
         self._clock = clock
@@ -131,10 +132,12 @@ class SimRunner:
         )
 
     def _overhead_us(self, rows: RowBatch) -> float:
-        overhead, size = self._costs.overhead, rows.num_sequences
+        overhead = self._costs.overhead
         if self._model == DRAFT:
-            return float(overhead.draft_call(size))
-        return float(overhead.step(size, rows.num_rows) + (rows.num_rows > size) * overhead.draft_round(size))
+            return float(overhead.draft_call(rows.num_sequences))
+        num_rows = rows.logit_rows.size  # of the verification; prompts that the call also reads lie behind them
+        size = int(np.searchsorted(rows.cu_rows, num_rows))
+        return float(overhead.step(size, num_rows) + (num_rows > size) * overhead.draft_round(size))
 
 
 class SimSampler:

@@ -149,6 +149,16 @@ def test_an_arrival_waits_for_the_step_that_runs():
     assert waited_us == pytest.approx(140 + 110 + 120 - 1, abs=0.01)
 
 
+def test_a_prompt_beside_a_verification_pays_for_its_rows_alone():
+    records, where = list[StepRecord](), world(certain(ALWAYS))
+    where = replace(where, costs=replace(where.costs, is_padded=False))
+    run(where, trace_of((5, 40), (41, 9), gap_s=3e-4), observer=records.append)
+    (mixed,) = [record for record in records if record.num_mixed_rows]
+    num_rows = int(mixed.frontier.num_rows.sum())
+    assert mixed.num_mixed_rows == 40
+    assert mixed.verify_us == 100 + 10 * (num_rows + 40), "the fixed part of a call once"
+
+
 def test_an_idle_engine_waits_for_the_next_arrival():
     outcome = run(world(certain(ALWAYS)), trace_of((1, 1), (1, 1), gap_s=1.0), "none")
     assert makespan_us(outcome) == pytest.approx(1e6 + 110, abs=0.01)

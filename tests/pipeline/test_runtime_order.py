@@ -37,7 +37,7 @@ class Recorded:
         self.num_layers = runner.num_layers
         self.exits = runner.exits
         self.vocab_size = runner.vocab_size
-        self.max_logit_rows = runner.max_logit_rows
+        self.max_logit_rows, self.max_mixed_rows = runner.max_logit_rows, runner.max_mixed_rows
         self._runner = runner
         self._cuda = cuda
         self._model = model

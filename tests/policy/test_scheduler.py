@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -10,12 +13,14 @@ from faser_backend.core.plan import InFlight
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.registry import parse_policy
-from faser_backend.policy.scheduler import PREFILL_HORIZON_STEPS, Scheduler
-from tests.support.harness import guessed, request
+from faser_backend.policy.scheduler import FIRST_ROWS, PREFILL_HORIZON_STEPS, Scheduler
+from tests.support.harness import guessed, request, step_record
 
 
-def scheduler(num_blocks: int = 20, policy: str = "fixed:4", *, budget: int = 16, never_evicts: bool = False):
-    blocks = BlockManager(num_blocks, 4, 4, 40)
+def scheduler(
+    num_blocks: int = 20, policy: str = "fixed:4", *, budget: int = 16, never_evicts: bool = False, context: int = 40
+) -> Scheduler:
+    blocks = BlockManager(num_blocks, 4, 4, context)
     return Scheduler(
         blocks,
         parse_policy(policy, guessed),
@@ -40,6 +45,60 @@ def run(plan, num_emitted: int = 1) -> None:
     for seq in plan.decodes:
         seq.append([1] * min(num_emitted, seq.num_remaining_tokens))
         seq.target_len = seq.num_tokens - 1
+
+
+def chunk_sizes(
+    sched: Scheduler, plain_us: float, row_us: float, *, max_gap_ms: float, num_steps: int
+) -> Iterator[int]:
+    """Yields the prompt rows of steps beside a request that decodes, on a machine of linear times. They are learned."""
+    sched.max_gap_ms = max_gap_ms
+    while num_steps:
+        plan = sched.schedule(InFlight.empty())
+        run(plan)
+        if not plan.decodes:
+            continue
+        num_steps -= 1
+        num_rows = sum(chunk.num_tokens for chunk in plan.prefills)
+        record = step_record(plan.decodes, [1], [0], us=plain_us + row_us * num_rows)
+        sched.observe(replace(record, plan=plan))
+        yield num_rows
+
+
+def reading(**options) -> Scheduler:
+    """Returns a scheduler with a request that decodes and a long prompt."""
+    sched = scheduler(20_000, budget=256, context=40_000, **options)
+    sched.add(sequence("decodes", 1, 3_000, max_draft_tokens=0))
+    run(sched.schedule(InFlight.empty()))
+    sched.add(sequence("prompt", 36_000, 1))
+    return sched
+
+
+@pytest.mark.parametrize(("plain_us", "row_us"), [(1000.0, 50.0), (8000.0, 10.0), (9500.0, 100.0), (20000.0, 5.0)])
+def test_prompts_keep_gaps_at_the_limit(plain_us: float, row_us: float):
+    """But advance by a block at least."""
+    first, *sizes = chunk_sizes(reading(), plain_us, row_us, max_gap_ms=10.0, num_steps=100)
+    expected = min(max((10_000.0 - plain_us) / row_us, 4), 256)
+    assert first == FIRST_ROWS
+    assert sizes[-1] == pytest.approx(expected, rel=0.15, abs=1)
+
+
+def test_after_other_times_prompts_are_read_at_full_speed_again():
+    """A stall or a slow batch is not remembered, though no step is without prompts."""
+    sched = reading()
+    assert list(chunk_sizes(sched, 30_000.0, 50.0, max_gap_ms=10.0, num_steps=30))[-1] == 4
+    sizes = list(chunk_sizes(sched, 1_000.0, 50.0, max_gap_ms=10.0, num_steps=12))
+    assert sizes[-1] == pytest.approx(180, abs=5)
+
+
+def test_without_a_limit_steps_read_what_they_may():
+    assert set(chunk_sizes(reading(), 30_000.0, 50.0, max_gap_ms=0.0, num_steps=9)) == {256}
+
+
+def test_nobody_waits_where_only_prompts_are_read():
+    sched = scheduler(2_000, budget=256, context=4_000)
+    sched.max_gap_ms = 0.001
+    sched.add(sequence("prompt", 2_000, 1))
+    assert [chunk.num_tokens for chunk in sched.schedule(InFlight.empty()).prefills] == [256]
 
 
 def test_prefill_is_chunked_beside_decodes():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.scheduler import Scheduler
 from tests.support.forcing import Change, Forced, alternating, forced, random_everything
-from tests.support.harness import guessed, request
+from tests.support.harness import guessed, request, step_record
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 
@@ -127,6 +128,20 @@ def test_lengths_ahead_leave_room_for_what_flies():
     assert in_flight.frontier.num_drafted.tolist() == [4]
     plan = sched.schedule(in_flight)
     assert plan.num_ahead_tokens == [1]  # 6 - 4 in flight - the token that ends the round
+
+
+@pytest.mark.parametrize(("mode", "num_rows"), [(SERIAL, 80), (RUN_AHEAD, 80), (PING_PONG, 40)])
+def test_in_ping_pong_two_steps_of_prompts_make_a_gap(mode: PipelineMode, num_rows: int):
+    sched = scheduler(forced(mode))
+    started(sched, sequences(4))
+    sched.max_gap_ms = 0.8
+    for name in range(10):
+        sched.add(Sequence.from_request(request(f"prompt {name}", [name] * 30, 2), 0))
+    plan = sched.schedule(InFlight.empty())
+    record = step_record(sequences(4), [1] * 4, [0] * 4, us=640.0)  # 10 a row
+    sched.observe(replace(record, plan=plan))
+    plan = sched.schedule(InFlight.empty())
+    assert sum(chunk.num_tokens for chunk in plan.prefills) == num_rows
 
 
 def test_a_mode_switch_verifies_what_flies():

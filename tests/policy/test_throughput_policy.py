@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
+from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks import control_worlds
 from faser_backend.lab.checks.control_worlds import ControlWorld, all_worlds, costs, run
 from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
 from faser_backend.policy.candidates import FLOORS, means_of, scores_of
-from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, TimeErrors
+from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.policy.throughput_policy import ThroughputPolicy
@@ -200,3 +201,22 @@ def test_errors_tell_the_model_from_the_machine():
         errors.observe(TARGET, WHOLE, 8, 100.0, 300.0)
     after = errors.ratios(TARGET, WHOLE, np.array([3.0, 6.0]))
     assert (after / after[0])[1] == pytest.approx((before / before[0])[1], rel=0.35)
+
+
+@pytest.mark.parametrize("slowness", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_predictions_adapt_though_every_step_reads_a_prompt(is_mixed: bool, slowness: float):
+    """Prompt rows are neither mistaken for a slow verification, nor do they hide one. The weights are read once in a
+    call, so once more if the prompt has its own."""
+    model = costs(200.0, 1000.0, 10.0)
+    errors, known = TimeErrors(), BatchTimesCache(model, 8)
+    (prompt,) = sequences(1, 500)
+    calls_us = model.call_us(TARGET, WHOLE, 12 + 150, 5, 32, num_logit_rows=12) + (0.0 if is_mixed else 1000.0)
+    step_us = slowness * float(calls_us + model.overhead.step(4, 12))
+    record = step_record(sequences(4), [2] * 4, [1] * 4, us=step_us / 0.7)  # of which 0.3 drafted
+    plan = replace(record.plan, prefills=[PrefillChunk(prompt, 100, 150)])
+    record = replace(record, plan=plan, num_mixed_rows=150 if is_mixed else 0)
+    for _ in range(20):
+        errors.observe_step(record, known, knows_who=True)
+    times = known.of(4, 32, WHOLE)
+    assert times.corrected(errors).verify_us / times.verify_us == pytest.approx(slowness, rel=0.05)

@@ -43,6 +43,7 @@ class HashRunner:
     ) -> None:
         self.vocab_size = vocab_size
         self.max_logit_rows: int | None = None
+        self.max_mixed_rows: int | None = None
         self.memory = memory
         self.noise = noise
         self.exit_noise = exit_noise
