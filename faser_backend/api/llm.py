@@ -65,13 +65,13 @@ class LLM:
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)
         tokenizer = TextTokenizer.from_file(self.engine_dir / self.manifest.tokenizer.name, prompts)
-        engine, prepare = open_engine(self.engine_dir, self.manifest, config)
+        engine = open_engine(self.engine_dir, self.manifest, config)
         if on_step is not None:
             engine.step_runner.observers.append(on_step)
         name = self.engine_dir.resolve().name
         self._model = ServedModel.of(name, self.manifest, engine.limits, tokenizer)
         self._guides = self._model.guide_compiler()
-        self._loop = EngineLoop(engine, prepare=prepare, guides=self._guides)
+        self._loop = EngineLoop(engine, guides=self._guides)
         self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the latest when the process ends
         self._call_ids = itertools.count()
 

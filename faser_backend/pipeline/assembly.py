@@ -5,40 +5,16 @@ Serving, the simulator, the laboratory and the tests all call it, each with thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-
-import numpy as np
+from collections.abc import Callable, Iterable
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import Limits
-from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.propose import Proposer
+from faser_backend.pipeline.engine import Engine, Ports
 from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
-
-
-@dataclass(frozen=True)
-class Ports:
-    """Everything that an engine runs on, given to it from outside."""
-
-    partitions: Mapping[str, Partition]  # by name; WHOLE is one of them
-    sampler: Sampler
-    clock: Clock
-    make_proposer: Callable[[PhaseTimes, np.ndarray], Proposer]  # from its lane's times and the block tables, by slot
-    num_blocks: int
-    kv_block_size: int
-    limits: Limits
-    bind_thread: Callable[[], None] = lambda: None  # called first in every step, on the thread that steps
-    close: Callable[[], None] = lambda: None  # called when the engine closes
-    is_fatal: Callable[[BaseException], bool] = lambda error: False  # whether a step's error breaks the device for good
-    graph_counts: GraphCounts = field(default_factory=GraphCounts)  # of the device
 
 
 def assemble(
@@ -67,13 +43,4 @@ def assemble(
     )
     step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
     step_runner.observers.extend(observers)
-    return Engine(
-        step_runner,
-        ports.limits,
-        ports.clock,
-        max_queue_size=config.max_queue_size,
-        bind_thread=ports.bind_thread,
-        on_close=ports.close,
-        is_fatal=ports.is_fatal,
-        graph_counts=ports.graph_counts,
-    )
+    return Engine(step_runner, ports, max_queue_size=config.max_queue_size)

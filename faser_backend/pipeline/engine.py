@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,12 +18,14 @@ from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.ports import Clock
+from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import final_output
+from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
+from faser_backend.pipeline.timing import PhaseTimes
 
 _log = logging.getLogger(__name__)
 SOURCES = ("model", "ngram", "client")  # of draft tokens, by number of the source
@@ -31,6 +33,24 @@ NUM_POSITIONS = 8  # of a chain, whose acceptance is counted one by one
 PLAIN = "plain"  # a step that verified no draft tokens and drafted none
 STEP_KINDS = (PLAIN, *(mode.value for mode in PipelineMode))
 MAX_FAILED_STEPS = 8  # in a row, after which the engine stops
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Everything that an engine runs on, given to it from outside."""
+
+    partitions: Mapping[str, Partition]  # by name; WHOLE is one of them
+    sampler: Sampler
+    clock: Clock
+    make_proposer: Callable[[PhaseTimes, np.ndarray], Proposer]  # from its lane's times and the block tables, by slot
+    num_blocks: int
+    kv_block_size: int
+    limits: Limits
+    bind_thread: Callable[[], None] = lambda: None  # called first in every step, on the thread that steps
+    prepare: Callable[[Engine], None] = lambda engine: None  # warms it up, on the thread that steps
+    close: Callable[[], None] = lambda: None  # called when the engine closes
+    is_fatal: Callable[[BaseException], bool] = lambda error: False  # whether no further step can succeed after it
+    graph_counts: GraphCounts = field(default_factory=GraphCounts)  # of the device
 
 
 @dataclass(slots=True)
@@ -72,29 +92,13 @@ class EngineMetrics:
 class Engine:
     """Continuous batching over one draft/target pair. `close` frees what the runners hold."""
 
-    def __init__(
-        self,
-        step_runner: StepRunner,
-        limits: Limits,
-        clock: Clock,
-        *,
-        max_queue_size: int,
-        bind_thread: Callable[[], None] = lambda: None,
-        on_close: Callable[[], None] = lambda: None,
-        is_fatal: Callable[[BaseException], bool] = lambda error: False,
-        graph_counts: GraphCounts | None = None,
-    ) -> None:
-        """bind_thread: called first in every step, on the thread that steps. is_fatal: whether no further step can
-        succeed after this error. graph_counts: of the device, for the metrics."""
-        self.limits = limits
+    def __init__(self, step_runner: StepRunner, ports: Ports, *, max_queue_size: int) -> None:
+        self.limits = ports.limits
+        self.bind_thread = ports.bind_thread
         self.step_runner = step_runner  # public: observers of steps and other policies are set here
         self._scheduler = step_runner.scheduler
-        self._clock = clock
+        self._ports = ports
         self._max_queue_size = max_queue_size
-        self.bind_thread = bind_thread
-        self._is_fatal = is_fatal
-        self._graph_counts = graph_counts or GraphCounts()
-        self._on_close = on_close
         self._inbox: deque[Sequence] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
         self._live: set[str] = set()  # submitted and not yet ended, guarded by _condition
@@ -110,7 +114,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Validates and queues a request. Raises RequestError or QueueFullError; nothing else moves."""
         request.validate(self.limits)
-        sequence = Sequence.from_request(request, self._clock.now_ns())
+        sequence = Sequence.from_request(request, self._ports.clock.now_ns())
         with self._condition:
             if request.request_id in self._live:
                 raise RequestError("request_id", request.request_id, "is already in use by a running request")
@@ -152,6 +156,10 @@ class Engine:
 
     # -- the step thread ----------------------------------------------------------------------------
 
+    def prepare(self) -> None:
+        """Warms up the device, as some handles belong to a thread. Call once, before the first step."""
+        self._ports.prepare(self)
+
     def step(self) -> list[EngineOutput]:
         """Runs one step. If the step raises, the requests in it fail and the others go on. Raises an error that breaks
         the device, and the error of the last of MAX_FAILED_STEPS failed steps in a row."""
@@ -167,7 +175,7 @@ class Engine:
             stepped, self._in_flight = self.step_runner.run(plan)
         except Exception as error:
             self._num_failed_in_a_row += 1
-            if self._num_failed_in_a_row >= MAX_FAILED_STEPS or self._is_fatal(error):
+            if self._num_failed_in_a_row >= MAX_FAILED_STEPS or self._ports.is_fatal(error):
                 raise  # a broken device would fail every further step: the engine has to be restarted
             _log.exception("a step failed; its requests fail, the others go on")
             return outputs + self._fail(plan, error)
@@ -262,8 +270,8 @@ class Engine:
         metrics.num_free_blocks = blocks.num_free_blocks
         metrics.num_cached_blocks = blocks.num_cached_blocks
         metrics.kv_block_size = blocks.block_size
-        metrics.num_graphs = self._graph_counts.num_graphs
-        metrics.num_failed_captures = self._graph_counts.num_failed_captures
+        metrics.num_graphs = self._ports.graph_counts.num_graphs
+        metrics.num_failed_captures = self._ports.graph_counts.num_failed_captures
         metrics.phase_times_ns = self.step_runner.phase_times_ns
         return metrics
 
@@ -278,4 +286,4 @@ class Engine:
         assert held == set(self._sequences.values())
 
     def close(self) -> None:
-        self._on_close()
+        self._ports.close()

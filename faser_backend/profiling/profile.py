@@ -30,7 +30,7 @@ from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effo
 from faser_backend.profiling.measure import Bench, Sampled, Share, fit_segments, shares_of
 from faser_backend.profiling.step_costs import LENGTHS, LOADS, TRIM, WALL, StepMeter, phases_of_steps
 from faser_backend.profiling.tables import print_tables
-from faser_backend.serving.compose import engine_on
+from faser_backend.serving.compose import engine_on, prepared
 from faser_backend.serving.loading import shown_phases
 from faser_backend.serving.processes import terminable
 from faser_backend.serving.profile_store import (
@@ -139,7 +139,7 @@ class _Profiler:
         )
 
     def _make_engine(self, config: EngineConfig) -> Engine:
-        return engine_on(self.runtime, self.engine_dir, self.manifest, config)
+        return prepared(engine_on(self.runtime, self.engine_dir, self.manifest, config))
 
     def _cases(self, effort: Effort) -> dict[str, list[Case]]:
         rng, names = np.random.default_rng(SEED), dict.fromkeys(share.model for share in self.shares)

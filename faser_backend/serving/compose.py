@@ -49,24 +49,23 @@ SYSTEM_CLOCK = SystemClock()
 
 def open_engine(
     engine_dir: Path, manifest: EngineManifest, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
-) -> tuple[Engine, Callable[[], None]]:
-    """Checks and loads the weights of an engine directory. Returns the engine, and a function that prepares it.
+) -> Engine:
+    """Checks and loads the weights of an engine directory. The thread that steps the engine prepares it first.
 
-    The thread that steps the engine calls that function once, first. Raises ManifestError or ConfigError.
+    Raises ManifestError or ConfigError.
     """
     with ExitStack() as stack:
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
-        engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
+        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
         stack.pop_all()
-    return engine, lambda: _prepare(runtime, engine, config)
+    return engine
 
 
 def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
     """Opens an engine for the calling thread to step. Raises ManifestError, ConfigError, and FaserError on warm-up."""
-    engine, prepare = open_engine(engine_dir, EngineManifest.load(engine_dir), config, clock)
-    return _prepared(engine, prepare)
+    return prepared(open_engine(engine_dir, EngineManifest.load(engine_dir), config, clock))
 
 
 def engine_on(
@@ -78,33 +77,16 @@ def engine_on(
     on_close: Callable[[], None] = lambda: None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
-    """Returns an engine of a directory on an open runtime, with its profile, for the calling thread to step."""
-    engine = _assemble_with_knowledge(runtime, engine_dir, manifest, config, on_close=on_close, clock=clock)
-    return _prepared(engine, lambda: _prepare(runtime, engine, config))
-
-
-def _assemble_with_knowledge(
-    runtime: AnyRuntime,
-    engine_dir: Path,
-    manifest: EngineManifest,
-    config: EngineConfig,
-    *,
-    on_close: Callable[[], None],
-    clock: Clock,
-) -> Engine:
+    """Returns an engine of a directory on an open runtime, with its profile. It is not prepared yet."""
     models = served_models(manifest, config)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
     return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
 
 
-def _prepare(runtime: AnyRuntime, engine: Engine, config: EngineConfig) -> None:
-    if runtime.needs_warm_up:
-        warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
-
-
-def _prepared(engine: Engine, prepare: Callable[[], None]) -> Engine:
+def prepared(engine: Engine) -> Engine:
+    """Prepares an engine for the calling thread to step. Closes it if that fails."""
     try:
-        prepare()
+        engine.prepare()
     except BaseException:
         engine.close()
         raise
@@ -150,6 +132,10 @@ def assemble_on(
         close_partitions()
         on_close()
 
+    def prepare(engine: Engine) -> None:
+        if runtime.needs_warm_up:
+            warm_up(engine, max_num_seqs=config.max_num_seqs, max_prefill_tokens=config.max_prefill_tokens)
+
     ports = Ports(
         partitions,
         sampler,
@@ -159,6 +145,7 @@ def assemble_on(
         runtime.kv_block_size,
         Limits(models.vocab_size, max_context),
         bind_thread=runtime.bind_step_thread,
+        prepare=prepare,
         close=close,
         is_fatal=runtime.is_fatal,
         graph_counts=runtime.graph_counts,

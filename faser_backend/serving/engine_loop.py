@@ -76,7 +76,6 @@ class EngineLoop:
         self,
         engine: Engine,
         *,
-        prepare: Callable[[], None] = lambda: None,
         on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
         metrics_period_s: float = 0.25,
         on_finished: Callable[[EngineOutput, int], None] = lambda output, num_output_tokens: None,
@@ -84,11 +83,10 @@ class EngineLoop:
         guides: GuideCompiler | None = None,
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the engine is ready.
+        """Returns when the engine is prepared, on the step's thread; an error closes the engine and is raised here.
 
-        prepare: runs on the step's thread before the first step, as devices open some handles per thread. Its error
-        closes the engine and is raised here. guides: compiles grammars; None refuses requests with a guide.
-        beat: called before every step, and several times a second without work.
+        guides: compiles grammars; None refuses requests with a guide. beat: called before every step, and several
+        times a second without work.
         """
         self.engine = engine
         self._guides = guides
@@ -103,7 +101,7 @@ class EngineLoop:
         self._is_closing = False
         self._is_refusing = False
         self._prepared: Future[None] = Future()
-        self._thread = threading.Thread(target=self._run, args=(prepare,), name="engine-loop", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self._thread.start()
         try:
             self._prepared.result()
@@ -204,9 +202,9 @@ class EngineLoop:
         if not self._thread.is_alive():
             self.engine.close()
 
-    def _run(self, prepare: Callable[[], None]) -> None:
+    def _run(self) -> None:
         try:
-            prepare()
+            self.engine.prepare()
         except BaseException as error:
             self._prepared.set_exception(error)
             return

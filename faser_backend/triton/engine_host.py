@@ -43,7 +43,7 @@ class EngineHost:
             adds_special_tokens=options.add_special_tokens,
         )
         self._tokenizer = TextTokenizer.from_file(folder / manifest.tokenizer.name, prompts)
-        engine, prepare = open_engine(engine_dir, manifest, config)
+        engine = open_engine(engine_dir, manifest, config)
         self.handshake = Handshake(
             ServedModel.of(folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes),
             max_queue_size=config.max_queue_size,
@@ -55,7 +55,6 @@ class EngineHost:
         self.is_clipped = engine.limits.max_context < served_models(manifest, config).max_context
         self.loop = EngineLoop(
             engine,
-            prepare=prepare,
             on_metrics=reporter.report,
             metrics_period_s=options.stats_check_period_ms / 1e3,
             on_finished=reporter.observe,

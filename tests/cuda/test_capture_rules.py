@@ -123,7 +123,8 @@ class TestFirstProducts:
     ) -> None:
         caplog.set_level("INFO")
         with opened(directory, monkeypatch) as each:
-            loop = EngineLoop(each.engine, prepare=each.warm_up)
+            monkeypatch.setattr(each.engine, "prepare", each.warm_up)
+            loop = EngineLoop(each.engine)
             before = replace_counts(each.counts)
             assert before.num_graphs == 4 * 20 + 2 * 8 and "graphs in" in caplog.text
             assert serve(loop, [1000, 300]) == ["length", "length"]

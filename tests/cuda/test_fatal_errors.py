@@ -12,6 +12,7 @@ from faser_backend.core.errors import FaserError
 from faser_backend.cuda.graphs import is_fatal
 from faser_backend.cuda.runtime import first_products
 from faser_backend.cuda.torch_programs import product
+from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from tests.support.harness import FakeEngine, open_fake, request
 
@@ -114,14 +115,15 @@ def test_another_fails_its_step_alone() -> None:
 
 def test_an_engine_that_cannot_be_prepared_is_closed_and_says_why() -> None:
     closed: list[int] = []
-    fake, threads = open_fake("none", close=lambda: closed.append(1)), []
+    threads: list[str] = []
 
-    def prepare() -> None:
+    def prepare(_: Engine) -> None:
         threads.append(threading.current_thread().name)
         raise FaserError("warm-up failed")
 
+    fake = open_fake("none", prepare=prepare, close=lambda: closed.append(1))
     with pytest.raises(FaserError, match="warm-up failed"):
-        EngineLoop(fake.engine, prepare=prepare)
+        EngineLoop(fake.engine)
     assert threads == ["engine-loop"] and closed == [1]
 
 

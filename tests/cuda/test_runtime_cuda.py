@@ -28,7 +28,7 @@ from faser_backend.engines.build import build_engines
 from faser_backend.manifest import BucketSpec, EngineManifest, FileSpec, ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble_on, build_engine, engine_on
+from faser_backend.serving.compose import assemble_on, build_engine, engine_on, prepared
 from faser_backend.serving.runtimes import open_runtime
 from tests.support.fake_cuda import FakeCuda, FakeDriver
 from tests.support.forcing import Forced, random_everything
@@ -281,7 +281,8 @@ def test_an_open_runtime_carries_several_engines(torch_engine: Path, requests, e
     manifest, _ = pair_of(torch_engine)
     runtime = open_runtime(torch_engine, manifest, EngineConfig())
     for policy in ("none", "fixed:2"):
-        engine = engine_on(runtime, torch_engine, manifest, EngineConfig.from_options(policy=policy, **CONFIG))
+        config = EngineConfig.from_options(policy=policy, **CONFIG)
+        engine = prepared(engine_on(runtime, torch_engine, manifest, config))
         assert drive(engine, requests).tokens == expected
         engine.close()
     runtime.close()
