@@ -258,9 +258,8 @@ def _not_an_engine(directory: Path) -> str:
     place, build = shown(directory), "faser build --target"
     is_model = (directory / "config.json").is_file() and any(directory.glob("*.safetensors"))
     if is_model or directory.suffix == ".gguf" or any(directory.glob("*.gguf")):
-        output = f"{directory.absolute().name.removesuffix('.gguf')}-engine"
-        command = f"{build} {shlex.quote(str(directory))} --output {shlex.quote(output)}"
-        return f"{place}: a checkpoint, not an engine directory; run `{command}` and name {shlex.quote(output)} here"
+        path = shlex.quote(str(directory))
+        return f"{place}: a checkpoint, no engine directory; run `faser serve {path}` or `{build} {path} --output DIR`"
     if directory.is_file():
         return f"{place}: a file, not an engine directory; `{build} CHECKPOINT --output DIR` makes one"
     if os.path.lexists(directory / MANIFEST_FILE):

@@ -12,17 +12,20 @@ from faser_backend.cli.options import takes
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.command_options import BenchOptions, ReplayOptions, SimulateOptions
 from faser_backend.lab.train_head.options import HeadOptions
+from faser_backend.serving.parameters import RunOptions
 
 
-@takes(options=BenchOptions)
-def bench(*, options: BenchOptions) -> None:
+@takes(run=RunOptions, options=BenchOptions)
+def bench(*, run: RunOptions, options: BenchOptions) -> None:
     """Compare policies under four loads.
 
     Write JSON, an HTML report and a timeline.
     """
     from faser_backend.lab.bench.command import run_bench
     from faser_backend.lab.contestants import Sizing
+    from faser_backend.serving.model_source import find_engine
 
+    options = options.model_copy(update=find_engine(run))
     run_bench(options, Sizing.quick() if options.is_quick else Sizing.full(), command=_command_line())
 
 

@@ -34,61 +34,37 @@ def engine_dir(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / "engine")
 
 
-def pipe(path: Path) -> None:
+ODD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "pipe": (os.mkfifo, "must be a regular file"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "must be a regular file"),
+    "to_itself": (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+    "folder": (os.mkdir, "Is a directory"),
+    "nested": (lambda path: path.write_text(DEEP), "nested too deeply"),
+    "sparse": (lambda path: path.touch() or os.truncate(path, 1 << 40), "1099511627776 bytes: must be at most"),
+}
+
+
+def put(kind: str, path: Path) -> None:
     path.unlink(missing_ok=True)
-    os.mkfifo(path)
+    ODD_FILES[kind][0](path)
 
 
-def endless(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to("/dev/zero")
-
-
-def to_itself(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.symlink_to(path)
-
-
-def folder(path: Path) -> None:
-    path.unlink(missing_ok=True)
-    path.mkdir()
-
-
-def nested(path: Path) -> None:
-    path.write_text(DEEP)
-
-
-def sparse(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
-ODD_FILES: list[tuple[Callable[[Path], None], str]] = [
-    (pipe, "must be a regular file"),
-    (endless, "must be a regular file"),
-    (to_itself, "Too many levels of symbolic links"),
-    (folder, "Is a directory"),
-    (nested, "nested too deeply"),
-    (sparse, "1099511627776 bytes: must be at most"),
-]
-
-
-@pytest.mark.parametrize(("make", "reason"), ODD_FILES, ids=[make.__name__ for make, _ in ODD_FILES])
+@pytest.mark.parametrize("kind", ODD_FILES)
 @pytest.mark.parametrize("name", ["manifest.json", "profile.json"])
-def test_what_is_no_plain_file_is_told_at_once(run, engine_dir: Path, name: str, make, reason: str):
-    make(engine_dir / name)
+def test_what_is_no_plain_file_is_told_at_once(run, engine_dir: Path, name: str, kind: str):
+    put(kind, engine_dir / name)
     status, _, err = run("generate", "--engine-dir", engine_dir, "--prompt", "x", "--max-tokens", 1)
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
-    assert name in err and reason in err
+    assert name in err and ODD_FILES[kind][1] in err
 
 
-@pytest.mark.parametrize("make", [pipe, endless, nested, sparse], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("kind", ["pipe", "endless", "nested", "sparse"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Path, name: str, make):
+def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Path, name: str, kind: str):
     pair = shutil.copytree(built.parent / "pair", tmp_path / "pair")
-    make(pair / "target" / name)
+    put(kind, pair / "target" / name)
     status, _, err = run("build", "--target", pair / "target", "--output", tmp_path / "out")
-    if name == "tokenizer_config.json" and make in (pipe, endless):
+    if name == "tokenizer_config.json" and kind in ("pipe", "endless"):
         assert status == 0  # optional and absent
         return
     assert status == 1 and name in err and err.count("\n") == 1

@@ -145,19 +145,6 @@ def test_options_out_of_range_are_refused(options: dict, words: list[str], sourc
     refuses_build(words, source, source, tmp_path / "out", **options)
 
 
-def test_an_interrupted_build_leaves_the_old_directory(source: Path, engine: Path) -> None:
-    before = EngineManifest.load(engine)
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if done == total - 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_engines(source, source, engine, progress=interrupt)
-    assert EngineManifest.load(engine) == before
-    assert [path.name for path in engine.parent.iterdir()] == [engine.name]
-
-
 def test_a_rebuild_replaces_engines_and_nothing_else(source: Path, engine: Path, tmp_path: Path) -> None:
     calls: list[tuple[str, int, int]] = []
     rebuilt = build_engines(source, source, engine, progress=lambda *call: calls.append(call))

@@ -23,8 +23,8 @@ from faser_backend.core.request import EngineOutput
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import EngineMetrics
 from faser_backend.serving.compose import open_engine
-from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
@@ -46,13 +46,12 @@ class LLM:
         engine_dir: str | Path | None = None,
         *,
         chat_template: str | Path | None = None,
-        progress: Callable[[str, int, int], None] | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         **options: Any,
     ) -> None:
         """Loads the engine.
 
-        engine_dir: None for the demo pair, which is built on first use. progress: called while it is built.
+        engine_dir: None for the demo pair, which is built on first use.
         chat_template: a file to use instead of the checkpoint's. on_step: called after every step, on the engine's
         thread. options: fields of core.config.EngineConfig, such as policy, draft, max_num_seqs and num_threads; the
         queue is unlimited by default.
@@ -60,7 +59,7 @@ class LLM:
         Raises ManifestError or ConfigError; FaserError if the engine cannot be warmed up.
         """
         config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
-        self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir(progress)
+        self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir()
         self.manifest = EngineManifest.load(self.engine_dir)
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from faser_backend.cli.options import SYSTEM, SamplingOptions, print_steps, takes
+from faser_backend.cli.options import SYSTEM, SamplingOptions, takes
 from faser_backend.core.config import EngineConfig, option
 from faser_backend.core.errors import ConfigError, RequestError
-from faser_backend.serving.parameters import ServingOptions
+from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
     from faser_backend.api.llm import LLM
@@ -34,11 +34,12 @@ class ChatOptions(SamplingOptions):
 
 
 @takes(
-    serving=(ServingOptions, "engine_dir chat_template"),
+    run=RunOptions,
+    serving=(ServingOptions, "chat_template"),
     options=(ChatOptions, "system max_tokens temperature top_p seed"),
-    engine=(EngineConfig, "policy draft num_threads"),
+    engine=(EngineConfig, "policy num_threads"),
 )
-def chat(*, serving: ServingOptions, options: ChatOptions, engine: EngineConfig) -> None:
+def chat(*, run: RunOptions, serving: ServingOptions, options: ChatOptions, engine: EngineConfig) -> None:
     """Talk to a model in the terminal.
 
     Enter a message per line. Type /reset to restart, /quit to end.
@@ -47,14 +48,15 @@ def chat(*, serving: ServingOptions, options: ChatOptions, engine: EngineConfig)
     from faser_backend.api.llm import LLM
     from faser_backend.api.params import SamplingParams
     from faser_backend.serving.loading import shown_phases
+    from faser_backend.serving.model_source import find_engine
     from faser_backend.text.chat import NO_TEMPLATE
 
     params = SamplingParams(**options.model_dump(exclude_unset=True, exclude={"system"}))
-    limits = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1}
     check_params(params)
+    limits = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1} | find_engine(run)
     with (
         shown_phases(in_pipes=False) as phases,
-        LLM(serving.engine_dir, chat_template=serving.chat_template, progress=print_steps(), **limits) as llm,
+        LLM(chat_template=serving.chat_template, **limits) as llm,
     ):
         phases.end()
         if not llm.has_chat_template:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from faser_backend.cli.options import CHAT, JSON, SYSTEM, SamplingOptions, parse_integers, print_steps, takes
+from faser_backend.cli.options import CHAT, JSON, SYSTEM, SamplingOptions, parse_integers, takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
-from faser_backend.serving.parameters import ServingOptions
+from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
     from faser_backend.core.decision import Score
@@ -31,13 +31,14 @@ class GenerateOptions(OptionTable):
 
 
 @takes(
+    run=RunOptions,
     options=GenerateOptions,
-    serving=(ServingOptions, "engine_dir chat_template"),
-    sampling=SamplingOptions,
-    engine=(EngineConfig, "policy draft acceptance early_exit pipeline num_threads"),
+    serving=(ServingOptions, "chat_template"),
+    draws=SamplingOptions,
+    engine=(EngineConfig, "policy acceptance early_exit pipeline num_threads"),
 )
 def generate(
-    *, options: GenerateOptions, serving: ServingOptions, sampling: SamplingOptions, engine: EngineConfig
+    *, run: RunOptions, options: GenerateOptions, serving: ServingOptions, draws: SamplingOptions, engine: EngineConfig
 ) -> None:
     """Complete one prompt without a server.
 
@@ -46,6 +47,7 @@ def generate(
     from faser_backend.api.one_shot import generate_once, read_prompt, report_line
     from faser_backend.api.params import SamplingParams
     from faser_backend.serving.loading import shown_phases
+    from faser_backend.serving.model_source import find_engine
 
     asked = read_prompt(
         options.prompt,
@@ -55,19 +57,18 @@ def generate(
         messages_file=options.messages,
         chat_template=serving.chat_template,
     )
-    params = SamplingParams(**sampling.model_dump(), include_stop_str_in_output=True)
+    params = SamplingParams(**draws.model_dump(), include_stop_str_in_output=True)
+    given = engine.model_dump(exclude_unset=True) | find_engine(run)
     on_step = {"on_step": explainer(partial(print, file=sys.stderr))} if options.explain else {}
     with shown_phases(in_pipes=False) as phases:
         result = generate_once(
             asked,
             params,
-            engine_dir=serving.engine_dir,
             on_text=(lambda _: None) if options.is_json else partial(print, end="", flush=True),
             on_loaded=phases.end,
             **on_step,
             chat_template=serving.chat_template,
-            progress=print_steps(),
-            **engine.model_dump(exclude_unset=True),
+            **given,
         )
     if options.is_json:
         print(json.dumps(result))

@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
@@ -51,7 +51,6 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut names
     no_args_is_help=True,
     invoke_without_command=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     help="Serve language models with speculative decoding, behind NVIDIA Triton.",
 )
@@ -101,8 +100,21 @@ def profile(
     run_profile(engine_dir, is_quick=options.is_quick, prompts=options.prompts, budget_s=options.budget_s)
 
 
+def cache(
+    action: Annotated[Literal["list", "remove"], typer.Argument(help="List all, or remove some.")],
+    names: Annotated[list[str] | None, typer.Argument(help="Remove these engines, or all.")] = None,
+) -> None:
+    """List or remove engines that were built by name."""
+    from faser_backend.serving.model_source import list_engines, remove_engines
+
+    if action == "remove":
+        remove_engines(names or [])
+    for name, words in list_engines().items():
+        print(f"{name}  {words}")
+
+
 COMMANDS = {
-    "Run a model": (generate, chat, serve, openai, reload),
+    "Run a model": (generate, chat, serve, openai, reload, cache),
     "Build and measure engines": (doctor, build, profile, train_head),
     "Compare policies": (bench, simulate, replay),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -14,13 +15,14 @@ from typer.core import TyperCommand
 
 from faser_backend.core.config import CAPACITY, SPECULATION, Option, OptionTable, option
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.parameters import ACCESS, CONTRACT, OPENAI, SERVER, ServingOptions
+from faser_backend.files import read_text
+from faser_backend.serving.parameters import ACCESS, ARGUMENTS, CONTRACT, OPENAI, SERVER, ServingOptions
 
 POLICIES = "none, fixed:K, goodput, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
 SAMPLING, STORAGE, TENSORRT = "Sampling", "Formats of weights and caches", "TensorRT"
 # In the order of help:
 SECTIONS = [
-    "Arguments",
+    ARGUMENTS,
     "Options",
     SAMPLING,
     SPECULATION,
@@ -75,10 +77,14 @@ class ProfileOptions(OptionTable):
 def takes(**tables: tuple[type[OptionTable], str] | type[OptionTable]) -> Callable[[Callable[..., None]], Any]:
     """Replaces each of these parameters of a command by options of a table: all, or those named.
 
-    The command is called with an instance that holds the given values. `name:other` renames an option. The result's
-    `options` are the declarations, by parameter.
+    The command is called with an instance that holds the given values. `name:other` renames an option; of options with
+    one name, the first table has it. The result's `options` are the declarations, by parameter.
     """
-    chosen = {group: _chosen(*table) if isinstance(table, tuple) else _chosen(table) for group, table in tables.items()}
+    chosen, taken = {}, set()
+    for group, given in tables.items():
+        table, options = _chosen(*given) if isinstance(given, tuple) else _chosen(given)
+        chosen[group] = table, {name: each for name, each in options.items() if each.name not in taken}
+        taken |= {each.name for each in options.values()}
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         parameters = [
@@ -110,13 +116,13 @@ def _chosen(table: type[OptionTable], names: str = "") -> tuple[type[OptionTable
     for name, _, other in (each.partition(":") for each in names.split() or known):
         field, option = table.model_fields[name], known[name]
         default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
-        given = typer.Option(
-            *option.flags.split(),
-            help=option.help,
-            show_default=not field.is_required() and (option.unset or default not in (None, [])),
-            rich_help_panel=option.section,
-            metavar=f"<{option.values.format(policies=POLICIES.replace(', ', '|'))}>" if option.values else None,
-        )
+        shown: dict[str, Any] = {
+            "help": option.help,
+            "show_default": not field.is_required() and (option.unset or default not in (None, [])),
+            "rich_help_panel": option.section,
+            "metavar": f"<{option.values.format(policies=POLICIES.replace(', ', '|'))}>" if option.values else None,
+        }
+        given = typer.Argument(**shown) if option.section == ARGUMENTS else typer.Option(*option.flags.split(), **shown)
         found[name] = inspect.Parameter(
             other or name,
             inspect.Parameter.KEYWORD_ONLY,
@@ -127,7 +133,12 @@ def _chosen(table: type[OptionTable], names: str = "") -> tuple[type[OptionTable
 
 
 class PanelCommand(TyperCommand):
-    """A command whose help has a section per panel and cuts no name, however narrow the terminal is."""
+    """A command whose help has a section per panel and cuts no name. The file of --config, if any, gives defaults."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if file := self.make_parser(ctx).parse_args(list(args))[0].get("config"):
+            ctx.default_map = _read_defaults(Path(file), self.params)
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}
@@ -139,6 +150,26 @@ class PanelCommand(TyperCommand):
             if records:
                 with formatter.section(title):
                     formatter.write_dl(records)
+
+
+def _read_defaults(path: Path, params: list[Any]) -> dict[str, Any]:
+    """Returns the options in a TOML or YAML file by their parameters. Raises ConfigError with the key."""
+    import yaml
+
+    text, found = read_text(path), {}
+    try:  # texts, as on a command line: to YAML, `off` were a truth value
+        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, yaml.BaseLoader)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {', '.join(str(error).splitlines())}") from None
+    known = {flag.strip("-").replace("-", "_"): param for param in params for flag in param.opts if flag != "--config"}
+    for key, value in content.items() if isinstance(content, dict) else [(f"{content}"[:80], "")]:
+        param = known.get(key.replace("-", "_"))
+        if param is None:
+            raise ConfigError(f"{path}: {key} is no option of the command")
+        if isinstance(value, dict) or isinstance(value, list) != getattr(param, "multiple", False):
+            raise ConfigError(f"{path}: {key} = {value!r}: must be one value, or a list if the option is repeatable")
+        found[param.name] = [str(each) for each in value] if isinstance(value, list) else str(value)
+    return found
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:

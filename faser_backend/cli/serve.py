@@ -9,8 +9,9 @@ from pathlib import Path
 
 import typer
 
-from faser_backend.cli.options import print_steps, takes
+from faser_backend.cli.options import takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
+from faser_backend.serving import parameters as tables
 from faser_backend.serving.parameters import ADMIN_KEY_FILE, ModelOptions, OpenAIOptions, ServeOptions, ServingOptions
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
@@ -19,6 +20,7 @@ OPENAI = "model_name api_key_file allow_origin tls_cert tls_key speculation_metr
 
 
 @takes(
+    run=tables.RunOptions,
     serving=ServingOptions,
     where=ServeOptions,
     model=(ModelOptions, LOGS),
@@ -26,20 +28,29 @@ OPENAI = "model_name api_key_file allow_origin tls_cert tls_key speculation_metr
     openai=(OpenAIOptions, f"host:openai_host {OPENAI}"),
 )
 def serve(
-    *, serving: ServingOptions, where: ServeOptions, model: ModelOptions, engine: EngineConfig, openai: OpenAIOptions
+    *,
+    run: tables.RunOptions,
+    serving: ServingOptions,
+    where: ServeOptions,
+    model: ModelOptions,
+    engine: EngineConfig,
+    openai: OpenAIOptions,
 ) -> None:
-    """Serve an engine directory behind Triton Inference Server.
+    """Serve a model behind Triton Inference Server.
 
     SIGINT or SIGTERM drains the server: running requests finish first.
     """
+    from faser_backend.serving.model_source import find_engine, shown_name
     from faser_backend.serving.tracing import check_endpoint
     from faser_backend.triton.launch import check_engine, serve_until_signalled
 
     _check_access(where, openai)
     if model.otlp_endpoint is not None:
         model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
-    name = openai.model_name or (None if serving.engine_dir else DEMO_NAME)
-    directory = check_engine(serving.engine_dir, engine, serving.chat_template, print_steps())
+    found = find_engine(run, model.log_format)
+    engine = EngineConfig.from_options(**engine.model_dump(exclude_unset=True) | {"draft": found["draft"]})
+    name = openai.model_name or (run.model and shown_name(run.model)) or (None if run.engine_dir else DEMO_NAME)
+    directory = check_engine(found["engine_dir"], engine, serving.chat_template)
     resolved = {
         "engine_dir": directory.resolve(),
         "chat_template": None if serving.chat_template is None else serving.chat_template.resolve(),
@@ -123,10 +134,10 @@ def openai(*, openai: OpenAIOptions, engine: EngineConfig, model: ModelOptions) 
     Triton must already serve the same engine directory.
     """
     from faser_backend.openai.server import run_openai
-    from faser_backend.serving.demo_engine import demo_engine_dir
     from faser_backend.serving.log_format import set_up_logging
+    from faser_backend.serving.model_source import demo_engine_dir
 
     set_up_logging(model.log_format, "openai", logging.WARNING)
     if openai.engine_dir is None and openai.model_name is None:
         openai = openai.model_copy(update={"model_name": DEMO_NAME})
-    run_openai(openai, openai.engine_dir or demo_engine_dir(print_steps()), engine.draft, model)
+    run_openai(openai, openai.engine_dir or demo_engine_dir(), engine.draft, model)

@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from faser_backend.core.config import CAPACITY, Option, OptionTable, option
+from faser_backend.core.config import CAPACITY, EngineConfig, Option, OptionTable, option
 from faser_backend.serving.access import ALSO_RESTRICTABLE, GrpcTls, random_key, read_admin_key
 
 SERVER, ACCESS, CONTRACT, OPENAI = "Server", "Access", "Triton's contract", "OpenAI's API"
+ARGUMENTS = "Arguments"  # the section of options that are given by their position
 # Options that several tables have.
 HOST = Option("Listen on this address.", SERVER)
 TRITON_URL = Option("Connect to Triton's gRPC port at HOST:PORT.")
@@ -61,6 +62,14 @@ class PromptOptions(OptionTable):
     )
 
 
+class RunOptions(OptionTable):
+    """The model that a command runs, and what drafts for it; serving/model_source.py finds both."""
+
+    model: str | None = option(None, "Run this engine, checkpoint, GGUF file or hub model.", ARGUMENTS, values="MODEL")
+    engine_dir: Path | None = option(None, PromptOptions.options()["engine_dir"])
+    draft: str = option("auto", EngineConfig.options()["draft"], values="auto|model|ngram|model+ngram|MODEL")
+
+
 class ServingOptions(PromptOptions):
     """The options of the engine's model, besides decoding."""
 
@@ -100,6 +109,7 @@ class ServeOptions(OptionTable):
     start_timeout: float = option(START_TIMEOUT_S, "Wait this many seconds for the engine to start.", SERVER, ge=1)
     hang_timeout: float = option(10.0, "Kill processes stuck for this many seconds; 0: never.", SERVER, ge=0)
     openai_port: int | None = option(None, "Serve OpenAI's API on this port too.", OPENAI)
+    config: Path | None = option(None, "Read options from this YAML or TOML file.")
 
     @cached_property
     def admin_key(self) -> str:

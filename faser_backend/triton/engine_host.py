@@ -7,9 +7,9 @@ from collections.abc import Callable
 from faser_backend.core.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import open_engine
-from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat

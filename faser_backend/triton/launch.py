@@ -18,10 +18,10 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.registry import make_policy
-from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_logger
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.runtimes import check_device
@@ -37,19 +37,14 @@ OPENAI_START_S = 30.0
 WATCH_S = 0.5  # between two checks of the processes
 
 
-def check_engine(
-    engine_dir: Path | None,
-    config: EngineConfig,
-    chat_template_file: Path | None,
-    progress: Callable[[str, int, int], None],
-) -> Path:
+def check_engine(engine_dir: Path | None, config: EngineConfig, chat_template_file: Path | None) -> Path:
     """Returns the directory to serve, the demo pair's by default, checked before a server starts. Raises FaserError.
 
     chat_template_file: replaces the directory's template.
     """
     if chat_template_file is not None:
         check_template(read_template(chat_template_file))
-    directory = engine_dir or demo_engine_dir(progress)
+    directory = engine_dir or demo_engine_dir()
     manifest = EngineManifest.load(directory)
     check_device(manifest.runtime)
     models = served_models(manifest, config)

@@ -31,7 +31,7 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> 
     served = parameters.get(DIRECTORY_KEY)
     if served is None:
         raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: its configuration names no directory")
-    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None, lambda *_: None)
+    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None)
     _check_vocabulary(Path(served), new)
     config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
     config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton ignores an unchanged configuration

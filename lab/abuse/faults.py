@@ -33,7 +33,7 @@ from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigter
 from faser_backend.lab.abuse.soak import ask_to_stop
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.checks.servers import free_ports
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.processes import is_running
 
 NUM_STREAMS, BEGIN_S = 4, 30.0  # answers in flight when a fault happens

@@ -18,7 +18,6 @@ from typing import Any
 
 from rich.console import Console
 
-from faser_backend.cli.options import print_steps
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
@@ -51,7 +50,7 @@ from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import read_trace
 from faser_backend.manifest import EngineManifest
 from faser_backend.profiling.profile import run_profile
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.processes import terminable
 from faser_backend.serving.profile_store import load_profile
 from faser_backend.text.tokenizer import load_tokenizer
@@ -88,7 +87,7 @@ class BenchRun:
         self._contestants.insert((len(self._contestants) + 1) // 2, AGAIN)  # far from the first in each rotation
         self.warnings: list[str] = []
         check_output(options.output, REPORT_BYTES)
-        self._engine_dir = options.engine_dir or demo_engine_dir(print_steps())
+        self._engine_dir = options.engine_dir or demo_engine_dir()
         self._manifest = EngineManifest.load(self._engine_dir)
         self._prompts = self._load_prompts()
         self._ensure_profile()

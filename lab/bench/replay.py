@@ -29,7 +29,7 @@ from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.prompts import DEMO_PROMPTS, PromptMaker
 from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.text.prompts import read_prompts
 from faser_backend.text.tokenizer import load_tokenizer
 

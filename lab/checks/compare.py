@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from faser_backend.cli.options import print_steps
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab import environment
@@ -35,7 +34,7 @@ from faser_backend.lab.contestants import split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess
 from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.text.prompts import Prompt
 
 DRAFTS = {"(ngram)": "ngram", "(model+ngram)": "model+ngram"}
@@ -209,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--url", action="append", default=[], help="HOST:PORT of a server's gRPC; takes part in triton")
     add_prompt_options(parser)
     args = parser.parse_args(argv)
-    args.engine_dirs = args.engine_dirs or [demo_engine_dir(print_steps())]
+    args.engine_dirs = args.engine_dirs or [demo_engine_dir()]
     unknown = set(args.places.split(",")) - set(PLACES)
     if unknown:
         raise ConfigError(f"--places = {args.places!r}: must be of {', '.join(PLACES)}")

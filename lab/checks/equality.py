@@ -32,7 +32,7 @@ from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.profile_store import load_knowledge
 from faser_backend.text.prompts import read_prompts
 

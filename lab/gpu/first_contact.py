@@ -24,7 +24,7 @@ from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.pairs import DTYPE, checked_device, opened_pair, write_untrained_head
 from faser_backend.lab.gpu.speed import copy_bytes_per_s, median_us
 from faser_backend.lab.shapes import PAIRS, TINY_PAIR, weight_count
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.triton.engine_host import EngineHost
 

@@ -21,7 +21,7 @@ from faser_backend.lab.prompts import DEMO_PROMPTS
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.manifest import EngineManifest
 from faser_backend.profiling.profile import run_profile
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.text.prompts import read_prompts
 
 FIELDS = (

@@ -29,7 +29,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.rows import run_model
 from faser_backend.plugins.tensorrt_import import Flavour, TensorRtError, import_tensorrt
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from faser_backend.text.prompts import read_prompts
 

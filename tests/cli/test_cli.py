@@ -14,7 +14,6 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.device.partition import core_partitions
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR, MODEL_REPO
-from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.triton.server import write_launch_copy
 from faser_backend.version import VERSION
 from tests.support.serving_pair import build_pair, write_pair
@@ -82,8 +81,8 @@ def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
     target, gguf = engine_dir.parent / "pair" / "target", tmp_path / "some model.gguf"
     for given, message in (
         (tmp_path / "new", "manifest.json: missing; build engines into this directory first"),
-        (target, f"a checkpoint, not an engine directory; run `faser build --target {target} --output target-engine`"),
-        (gguf, f"run `faser build --target '{gguf}' --output 'some model-engine'` and name 'some model-engine' here"),
+        (target, f"a checkpoint, no engine directory; run `faser serve {target}` or `faser build --target {target} "),
+        (gguf, f"or `faser build --target '{gguf}' --output DIR`"),
         (target / "config.json", "config.json: a file, not an engine directory; `faser build"),
         (target.parent, "pair/manifest.json: missing; `faser build"),
     ):
@@ -131,10 +130,6 @@ def test_build_says_what_was_probably_meant(run, tmp_path, options, message):
     assert not (tmp_path / "engine").exists()
 
 
-def test_version(run):
-    assert run("--version") == (0, f"faser {VERSION}\n", "")
-
-
 def test_build_makes_a_directory_that_loads(run, tmp_path):
     pair = write_pair(tmp_path / "pair")
     output = tmp_path / "engine"
@@ -150,7 +145,8 @@ def test_build_makes_a_directory_that_loads(run, tmp_path):
     assert status == 1 and "has files that are no engines; name a new or an empty directory\n" in err
 
 
-def test_doctor_tells_what_can_run(run):
+def test_doctor_tells_what_can_run_and_the_version_is_printed(run):
+    assert run("--version") == (0, f"faser {VERSION}\n", "")
     status, out, _ = run("doctor")
     assert status == 0 and "This machine can serve." in out
     found = {entry["name"]: entry for entry in json.loads(run("doctor", "--json")[1])}
@@ -159,40 +155,13 @@ def test_doctor_tells_what_can_run(run):
     assert [finding.name for finding in examine()] == list(found)
 
 
-BUILD_DEMO = """
-import sys
-from pathlib import Path
-from faser_backend.serving.demo_engine import demo_engine_dir
-built = []
-directory = demo_engine_dir(lambda what, *_: built.append(what), pair=Path(sys.argv[1]), cache=Path(sys.argv[2]))
-print(directory, bool(built))
-"""
-
-
-def test_demo_engines_are_built_once_by_two_processes_at_once(tmp_path):
-    pair = write_pair(tmp_path / "pair")
-    command = [sys.executable, "-c", BUILD_DEMO, str(pair), str(tmp_path / "cache")]
+def test_demo_engines_are_built_once_by_two_processes_at_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("FASER_CACHE", str(tmp_path / "cache"))
+    code = "from faser_backend.serving import loading, model_source\nwith loading.reporting_to(print):\n    "
+    command = [sys.executable, "-c", f"{code}print(model_source.demo_engine_dir())"]
     workers = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    answers = [worker.communicate(timeout=60)[0].split() for worker in workers]
-    assert answers[0][0] == answers[1][0]
-    assert sorted(was_built for _, was_built in answers) == ["False", "True"]
-
-
-def test_changed_demo_checkpoint_is_rebuilt_and_a_damaged_cache_is_mended(tmp_path):
-    pair, cache = write_pair(tmp_path / "pair"), tmp_path / "cache"
-    first = demo_engine_dir(pair=pair, cache=cache)
-    (first / "manifest.json").write_text("{}")
-    killed = cache / f".{first.name}.killed.partial"  # what a build that was killed leaves behind
-    killed.mkdir()
-    assert demo_engine_dir(pair=pair, cache=cache) == first
-    EngineManifest.load(first)
-    assert not killed.exists()
-    config = pair / "draft" / "config.json"
-    config.write_text(config.read_text() + "\n")
-    assert demo_engine_dir(pair=pair, cache=cache) != first
-    config.unlink()
-    with pytest.raises(ConfigError, match=r"config\.json: the demo pair is missing"):
-        demo_engine_dir(pair=pair, cache=cache)
+    told = [worker.communicate(timeout=60)[0] for worker in workers]
+    assert told[0].split()[-1] == told[1].split()[-1] and sorted("building" in each for each in told) == [False, True]
 
 
 def test_launch_copy_writes_policy_and_parameters_and_leaves_the_repository_alone(tmp_path):

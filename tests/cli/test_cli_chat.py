@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import pty
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from faser_backend import LLM, SamplingParams
-from faser_backend.manifest import FileSpec
+from tests.support.serving_pair import copy_without_template
 
 ROOT = Path(__file__).resolve().parents[2]
 FIGURES = re.compile(r"== (\d+) tokens, [\d.e+]+ tokens/s; accepted (\d+) of (\d+) drafted tokens \(\d+%\)")
@@ -83,14 +80,9 @@ def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_pa
 
 
 def test_an_engine_without_a_template_says_so(run, engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    directory = shutil.copytree(engine_dir, tmp_path / "plain")
-    fields = json.loads((directory / "manifest.json").read_text())
-    prompts = directory / fields["prompts"]["name"]
-    prompts.write_text(json.dumps(json.loads(prompts.read_text()) | {"chat_template": None}))
-    fields["prompts"] = asdict(FileSpec.of(prompts))
-    (directory / "manifest.json").write_text(json.dumps(fields))
+    copy_without_template(engine_dir, tmp_path / "plain")
     monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
-    status, _, err = run("chat", "--engine-dir", directory)
+    status, _, err = run("chat", "--engine-dir", tmp_path / "plain")
     assert status == 1 and "came without a chat template" in err.splitlines()[-1]
 
 

@@ -101,9 +101,6 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> BenchOptions:
     return BenchOptions(output=home / "out", engine_dir=build_pair(home), policies="none,fixed:2", prompts=prompts)
 
 
-HELD = "the files hold what was measured until then"
-
-
 def test_an_interrupt_within_a_call_of_kernels_waits_for_its_end():
     """The other thread would wait at the barrier for ever, and so would a close of the runner."""
     barrier = threading.Barrier(2)
@@ -141,7 +138,7 @@ def test_an_interrupted_command_says_so_in_one_line(
 def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
     options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    measured, loads = Ladder._measure, []
+    measured, loads, held = Ladder._measure, [], "the files hold what was measured until then"
 
     def interrupted(self: Ladder, *arguments: Any) -> None:
         loads.append(arguments[0])
@@ -156,7 +153,7 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
         with pytest.raises(KeyboardInterrupt) as interrupted_with:
             run_bench(options.model_copy(update={"output": output}), TINY, command="faser bench --test")
         assert {path.name for path in output.iterdir()} == names
-        assert interrupted_with.value.args == (HELD if num_whole else f"{output} is unchanged",)
+        assert interrupted_with.value.args == (held if num_whole else f"{output} is unchanged",)
     bench = json.loads((output / "bench.json").read_text())
     assert {row["load"] for row in bench["rows"]} == {"low", "middle"} and not bench["meta"]["is_whole"]
     assert "The run was interrupted" in (output / "report.html").read_text()

@@ -16,7 +16,7 @@ from faser_backend.cli import options as cli_options
 from faser_backend.cli.main import COMMANDS, app
 from faser_backend.engines.build import build_engines
 from faser_backend.policy.registry import known_policies
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.model_source import DEMO_PAIR
 from tests.support.serving_pair import write_pair
 
 PROMPT = ("--prompt-ids", "1,2,3", "--max-tokens", "4")
@@ -84,4 +84,4 @@ def test_no_name_is_cut_in_a_narrow_terminal(run, monkeypatch: pytest.MonkeyPatc
         options = [param for param in commands.commands[name].params if param.param_type_name == "option"]
         assert [each for param in options for each in (*param.opts, *param.secondary_opts) if each not in out] == []
         assert "\u2026" not in out and max(map(len, out.splitlines())) <= 80
-    assert "\nSpeculation:\n  --policy" in run("serve", "--help")[1]
+    assert "\nSpeculation:\n  --draft" in run("serve", "--help")[1]

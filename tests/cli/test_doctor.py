@@ -21,6 +21,8 @@ from faser_backend.serving import runtimes
 from faser_backend.serving.runtimes import check_kernel_compiler
 from tests.support.fake_cuda import FakeDriver, Status
 
+REFUSED = Status.CUDA_ERROR_NOT_SUPPORTED
+
 
 def found_with(driver: FakeDriver) -> dict[str, Finding]:
     findings = {finding.name: finding for finding in examine(lambda: driver)}
@@ -41,9 +43,6 @@ def test_a_gpu_and_its_shares() -> None:
         "green contexts", True, "132 SMs in groups of 8, draft/target 8/124, 16/116, 32/100, 64/68"
     )
     assert found["torch"].detail == "asked with a GPU: True"
-
-
-def test_a_slice_of_a_gpu() -> None:
     found = found_with(FakeDriver(14, 8, joins_rest=False, num_gpus=2))
     assert found["NVIDIA GPU"].detail.startswith("Faked GPU x 2, 14 SMs")
     assert found["green contexts"].detail == "14 SMs in groups of 8, draft/target 6/8"
@@ -54,10 +53,7 @@ def test_a_slice_of_a_gpu() -> None:
     [
         (FakeDriver(version=12020), "CUDA driver 12020: green contexts need at least 12040"),
         (FakeDriver(7, 8), "7 SMs: two shares need more than 8, the smallest one"),
-        (
-            FakeDriver(fails_at=("cuGreenCtxCreate", 1), status=Status.CUDA_ERROR_NOT_SUPPORTED),
-            "cuGreenCtxCreate: CUDA_ERROR_NOT_SUPPORTED",
-        ),
+        (FakeDriver(fails_at=("cuGreenCtxCreate", 1), status=REFUSED), f"cuGreenCtxCreate: {REFUSED.name}"),
     ],
 )
 def test_why_there_are_no_green_contexts_and_what_comes_instead(driver: FakeDriver, reason: str) -> None:
@@ -70,10 +66,7 @@ def test_why_there_are_no_green_contexts_and_what_comes_instead(driver: FakeDriv
     ("driver", "reason"),
     [
         (FakeDriver(num_gpus=0), "the driver shows no GPU"),
-        (
-            FakeDriver(fails_at=("cuInit", 1), status=Status.CUDA_ERROR_NOT_SUPPORTED),
-            "cuInit: CUDA_ERROR_NOT_SUPPORTED",
-        ),
+        (FakeDriver(fails_at=("cuInit", 1), status=REFUSED), f"cuInit: {REFUSED.name}"),
     ],
 )
 def test_why_there_is_no_gpu(driver: FakeDriver, reason: str) -> None:
@@ -141,17 +134,11 @@ def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ", Faked GPU, 132 SMs, CUDA driver 13000 (load" in environment.as_lines(meta)[0]
 
 
-class TestIdentity:
-    def test_of_a_gpu(self) -> None:
-        assert gpu_facts(FakeDriver(132)) == GpuFacts("Faked GPU", 132, 13000, 1)
-        found = gpu_identity("torch", FakeDriver(14))
-        assert found.pop("torch") and found == {"gpu": "Faked GPU", "num_sms": 14, "driver": 13000}
-
-    def test_torch_is_measured_on_the_processor_where_there_is_no_gpu(self) -> None:
-        found = gpu_identity("torch", FakeDriver(num_gpus=0))
-        assert set(found) == {"cpu", "num_cores", "torch"}
-
-    def test_tensorrt_needs_a_gpu(self) -> None:
-        assert gpu_identity("tensorrt_rtx", FakeDriver())["num_sms"] == 132
-        with pytest.raises(DriverError, match="no GPU"):
-            gpu_identity("tensorrt_rtx", FakeDriver(num_gpus=0))
+def test_the_identity_of_a_gpu_and_of_a_processor_without_one() -> None:
+    assert gpu_facts(FakeDriver(132)) == GpuFacts("Faked GPU", 132, 13000, 1)
+    found = gpu_identity("torch", FakeDriver(14))
+    assert found.pop("torch") and found == {"gpu": "Faked GPU", "num_sms": 14, "driver": 13000}
+    assert set(gpu_identity("torch", FakeDriver(num_gpus=0))) == {"cpu", "num_cores", "torch"}
+    assert gpu_identity("tensorrt_rtx", FakeDriver())["num_sms"] == 132
+    with pytest.raises(DriverError, match="no GPU"):
+        gpu_identity("tensorrt_rtx", FakeDriver(num_gpus=0))

@@ -22,7 +22,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.serving.runtimes import identity_of, open_runtime
 from tests.support.forcing import Forced, at_random, forced
 from tests.support.harness import drive, guessed

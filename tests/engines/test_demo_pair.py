@@ -14,7 +14,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.lab.checks.equality import Reference, make_requests, run_mixed
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir
 
 ROOT = Path(__file__).resolve().parents[2]
 

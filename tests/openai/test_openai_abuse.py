@@ -28,7 +28,7 @@ from faser_backend.openai import bodies, connections
 from faser_backend.openai.app import Callers
 from faser_backend.openai.bodies import ChatBody, CompletionBody
 from faser_backend.openai.server import check_origins, describe
-from faser_backend.serving.demo_engine import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import OpenAIOptions
 from tests.support.chat_templates import HERMES
 from tests.support.openai_cases import BASE, FIELDS, MESSAGES, PATHS, WEATHER

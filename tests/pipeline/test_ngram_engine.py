@@ -28,8 +28,8 @@ from faser_backend.profiling.profile import profile_engine
 from faser_backend.serving import drafting
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.default_costs import with_ngrams
-from faser_backend.serving.demo_engine import demo_engine_dir
 from faser_backend.serving.drafting import serving_knowledge
+from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.profile_store import load_profile
 from faser_backend.triton.launch import check_engine
 from tests.pipeline.test_engine import random_requests
@@ -112,7 +112,7 @@ def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[
     with pytest.raises(ConfigError, match=message):
         build_engine(alone, config(**options))
     with pytest.raises(ConfigError, match=message):
-        check_engine(alone, config(**options), None, lambda *_: None)
+        check_engine(alone, config(**options), None)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[s
     with pytest.raises(ConfigError, match=message):
         build_engine(pair, config(**options))
     with pytest.raises(ConfigError, match=message):
-        check_engine(pair, config(**options), None, lambda *_: None)
+        check_engine(pair, config(**options), None)
 
 
 def test_options_out_of_range():

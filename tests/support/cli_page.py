@@ -14,7 +14,9 @@ COMMAND = ["faser_backend.cli.main", "utils", "docs", "--name", "faser", "--titl
 
 def cli_page() -> str:
     done = subprocess.run([sys.executable, "-m", "typer", *COMMAND], capture_output=True, text=True, check=True)
-    usage_and_help = r"\*\*Usage\*\*:\n\n```console\n\$ faser [\w-]+ \[OPTIONS\]\n```\n\n|\* `--help`.*\n"
+    usage_and_help = (
+        r"\*\*Usage\*\*:\n\n```console\n\$ faser [\w-]+ \[OPTIONS\](?: \[<MODEL>\])?\n```\n\n|\* `--help`.*\n"
+    )
     return re.sub(usage_and_help, "", html.unescape(done.stdout)).rstrip() + "\n"
 
 

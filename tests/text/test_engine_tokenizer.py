@@ -13,7 +13,7 @@ from faser_backend.core.errors import ManifestError
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.tokenizer_files import read_prompts, read_tokenizer
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.demo_engine import DEMO_PAIR, demo_engine_dir
+from faser_backend.serving.model_source import DEMO_PAIR, demo_engine_dir
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.chat_templates import CHATML, USER
@@ -98,15 +98,6 @@ def test_the_demo_engines_carry_the_models_own_config() -> None:
     directory = demo_engine_dir()
     check_engine_dir(directory)
     assert (directory / CONFIG).read_bytes() == (DEMO_PAIR / "target" / CONFIG).read_bytes()
-
-
-def test_the_demo_cache_knows_a_changed_tokenizer_config(pair: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    first = demo_engine_dir(pair=pair, cache=cache)
-    assert demo_engine_dir(pair=pair, cache=cache) == first
-    content = write_config(pair / "target", eos_token="<|end|>")
-    second = demo_engine_dir(pair=pair, cache=cache)
-    assert second != first and (second / CONFIG).read_bytes() == content
 
 
 def test_a_checkpoints_own_config_is_copied_as_it_is(pair: Path) -> None:

@@ -79,7 +79,7 @@ class Disk:
     def start(self, verify: str) -> None:
         """Runs what reads files in the processes of `faser serve`: the launcher, the engine, the OpenAI server."""
         config = EngineConfig.from_options(verify=verify)
-        check_engine(self.engine, config, None, lambda *_: None)
+        check_engine(self.engine, config, None)
         with pytest.raises(Loaded):
             EngineHost(ServingOptions(engine_dir=self.engine), config, MagicMock())
         describe(OpenAIOptions(), self.engine, "auto")

@@ -1,0 +1,235 @@
+"""Models by name: finds, downloads and builds what `faser serve MODEL` and its `--draft` name.
+
+A name is an engine directory, a checkpoint directory, a GGUF file, or a model of the Hugging Face hub:
+`org/name[@revision]`, with `:file.gguf` for one file. `huggingface_hub` downloads, with its cache, token and mirrors.
+
+Engines are kept in a folder per user. Their names have a digest of the checkpoints, the builder's version and the
+runtime, so a changed checkpoint or an upgrade builds another. Of two processes at once, one builds and the other waits.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+from faser_backend.core.config import DraftSource
+from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.files import FileError, check_room, read_json, shown
+from faser_backend.manifest import FORMAT_VERSION, MANIFEST_FILE, EngineManifest, file_sha256
+from faser_backend.places import DEMO_PAIR, data_folder
+from faser_backend.runtime_spec import DEFAULT_RUNTIME
+from faser_backend.serving.loading import log, shown_phases, size_text
+from faser_backend.serving.log_format import line_logger
+from faser_backend.serving.parameters import RunOptions
+from faser_backend.version import VERSION
+
+HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+\.gguf))?")
+# Other folders and files hold copies of the weights in other layouts.
+HUB_FILES = {"allow_patterns": ["*.json", "*.jinja", "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
+LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
+HEADS = {"smollm2-135m-instruct": "smollm2-head"}  # in `models`, by a part of the target's name
+SUFFIXES = {".json", ".jinja", ".safetensors", ".gguf"}  # of the files that a build may read
+MIN_FREE_BYTES = 1 << 20  # of the cache folder, even if nothing is built; a build checks for more
+REMEDY = "set XDG_CACHE_HOME to a folder that can be written to, or give --engine-dir"
+RECORD_FILE = "built_from.json"  # in an engine's folder, written on each use: the names of its checkpoints
+PROFILE_S = 30  # about
+
+
+class Source(NamedTuple):
+    """A checkpoint to build from."""
+
+    name: str  # as the user calls it
+    path: Path
+    digest: str  # differs for other content
+    blobs: tuple[Path, ...] = ()  # weights in the hub's cache, to be checked before a build
+
+
+def find_engine(run: RunOptions, log_format: str = "text") -> dict[str, Any]:
+    """Returns the options engine_dir (None: the demo pair's) and draft; downloads and builds. Raises FaserError."""
+    path, is_source = Path(run.model or "").expanduser(), run.draft not in get_args(DraftSource)
+    if run.model is not None and run.engine_dir is not None:
+        raise ConfigError(f"--engine-dir = {run.engine_dir}: MODEL = {run.model!r} is given too")
+    if run.model is None or (path / MANIFEST_FILE).is_file():
+        if is_source:
+            raise ConfigError(f"--draft = {run.draft!r}: an engine is built already; name a checkpoint as MODEL")
+        return {"engine_dir": run.engine_dir if run.model is None else path, "draft": run.draft}
+    head = next((data_folder() / "models" / head for name, head in HEADS.items() if name in run.model.lower()), None)
+    with shown_phases(None if log_format == "text" else partial(line_logger(log_format, "serve"), "INFO")):
+        target, drafting = _open_source("MODEL", run.model), None
+        if is_source:
+            drafting = _open_source("--draft", run.draft)
+        elif run.draft != "ngram" and head is not None and head.is_dir():
+            drafting = local_source(head.name, head)
+        return {"engine_dir": cached_engine(target, drafting), "draft": "auto" if is_source else run.draft}
+
+
+def shown_name(model: str) -> str:
+    """Returns the name of a model for people: a file's or folder's own, or the hub's."""
+    return Path(model).name.removesuffix(".gguf") if Path(model).expanduser().exists() else model
+
+
+def demo_engine_dir(*, pair: Path = DEMO_PAIR) -> Path:
+    """Returns the directory of the demo pair's engine, built on first use. Raises ConfigError if there is no pair."""
+    for path in (pair / "target" / "config.json", pair / "draft" / "config.json"):
+        if not path.is_file():
+            raise ConfigError(f"{path}: the demo pair is missing; give an engine directory (--engine-dir)")
+    target, draft = (local_source("demo", pair / side) for side in ("target", "draft"))
+    return cached_engine(target, draft, is_profiled=False)
+
+
+def _open_source(option: str, name: str) -> Source:
+    """Returns the checkpoint of this name, downloaded if it is a hub's. Raises ConfigError that names the option."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return local_source(name, path)
+    match = HUB_NAME.fullmatch(name)
+    try:
+        if match is None:
+            raise ConfigError("no such file or directory, and no model of a hub, as org/name[@revision][:file.gguf]")
+        repository, revision, file = match.groups()
+        folder = _download(name, repository, revision, file)
+        weights = [folder / file] if file else [*folder.glob("*.safetensors")]
+        if not weights or not weights[0].is_file():
+            raise ConfigError(f"the repository has no {file or 'safetensors; for a GGUF file, add :file.gguf'}")
+    except ConfigError as error:
+        raise ConfigError(f"{option} = {shown(name)!r}: {error}") from None
+    return Source(name, weights[0] if file else folder, f"{repository} {folder.name} {file}", tuple(weights))
+
+
+def _download(name: str, repository: str, revision: str | None, file: str | None) -> Path:
+    """Returns the folder of a commit in the hub's cache, which is named by it. Raises ConfigError with the reason."""
+    from huggingface_hub import constants, errors, snapshot_download
+    from huggingface_hub.utils import logging
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"file": io.StringIO()})
+
+        def display(self, *_: Any, **__: Any) -> None:
+            if self.unit == "B" and self.total:
+                log.info(f"downloading {name}: {size_text(self.n)} of {size_text(self.total)}")
+
+    logging.set_verbosity_error()  # errors are reported below
+    files: dict[str, Any] = {"allow_patterns": file} if file else HUB_FILES
+    try:
+        return Path(snapshot_download(repository, revision=revision, tqdm_class=Bar, **files))
+    except errors.GatedRepoError:
+        reason = f"access is restricted: ask for it at {constants.ENDPOINT}/{repository}, then {LOG_IN}"
+    except errors.RepositoryNotFoundError:
+        reason = f"no such file, and {constants.ENDPOINT} has no such repository, or a private one: {LOG_IN}"
+    except errors.RevisionNotFoundError:
+        reason = f"the repository has no revision {revision}"
+    except (OSError, ValueError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
+        remedy = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "start again to go on with the download"
+        reason = f"not downloaded ({str(error).splitlines()[0]}); {remedy}"
+    raise ConfigError(reason)
+
+
+def local_source(name: str, path: Path) -> Source:
+    """Returns a checkpoint on this disk. Its hash is stored, and is valid while no file's size or times change."""
+    files = [path] if path.is_file() else sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    states = [(file.name, file.stat().st_size, file.stat().st_ino, file.stat().st_ctime_ns) for file in files]
+    stored = cache_folder() / "hashes" / hashlib.sha256(repr((path.resolve(), states)).encode()).hexdigest()
+    if not stored.exists():
+        log.info(f"hashing {path}")
+        hashes = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
+        stored.parent.mkdir(exist_ok=True)
+        temporary = stored.with_suffix(f".{os.getpid()}")
+        temporary.write_text(hashlib.sha256(hashes.encode()).hexdigest())
+        temporary.rename(stored)
+    return Source(name, path, stored.read_text())
+
+
+def cached_engine(target: Source, draft: Source | None, *, is_profiled: bool = True) -> Path:
+    """Returns the directory of the checkpoints' engine; builds it, and measures a quick profile, unless it is there."""
+    cache, sources = cache_folder(), [target] if draft is None else [target, draft]
+    inputs = repr((VERSION, FORMAT_VERSION, DEFAULT_RUNTIME, [source.digest for source in sources]))
+    digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
+    title = re.sub(r"[^\w.]+", "-", shown_name(target.name).rpartition("/")[2]).strip(".-")[:80]
+    directory = next(cache.glob(f"*-{digest}"), cache / f"{title}-{digest}")
+    with (cache / f"{directory.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when the process dies
+        try:
+            manifest = EngineManifest.load(directory)
+            manifest.verify_weights(directory)
+        except ManifestError:
+            from faser_backend.engines.build import build_engines  # build-time code, imported only if needed
+
+            for file in (*target.blobs, *(draft.blobs if draft else ())):
+                _check_blob(file)
+            for left in cache.glob(f".{directory.name}.*"):  # of killed builds: this process holds the lock
+                shutil.rmtree(left, ignore_errors=True)
+            report = lambda what, done, total: log.info(f"building the engine: {done}/{total} {what}")  # noqa: E731
+            manifest = build_engines(target.path, draft and draft.path, directory, progress=report)
+        (directory / RECORD_FILE).write_text(json.dumps([source.name for source in sources]))
+        if is_profiled:
+            _ensure_profile(directory, manifest)
+    return directory
+
+
+def cache_folder() -> Path:
+    """Returns the folder of engines, made if needed. Raises ConfigError if it cannot be written to."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    cache = Path(os.environ.get("FASER_CACHE") or base / "faser" / "engines")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        check_room(cache, MIN_FREE_BYTES, "engines")
+    except (OSError, FileError) as error:
+        raise ConfigError(f"{error}; {REMEDY}") from None
+    return cache
+
+
+def _check_blob(file: Path) -> None:
+    """Checks weights in the hub's cache by their hash, which names them. Removes damaged ones; raises ConfigError."""
+    blob = file.resolve()
+    if len(blob.name) == 64 and file_sha256(blob) != blob.name:  # small files have git's hashes
+        blob.unlink()
+        file.unlink()
+        raise ConfigError(f"{file}: damaged, and removed; start again to download it again")
+
+
+def _ensure_profile(directory: Path, manifest: EngineManifest) -> None:
+    """Measures a profile in a process of its own, which pins threads, unless this machine has one."""
+    from faser_backend.serving.profile_store import load_profile  # loads numpy and policies
+
+    with suppress(ConfigError):
+        load_profile(directory, manifest)
+        return
+    log.info("profiling")
+    command = [sys.executable, "-m", "faser_backend.cli", "profile", directory, "--quick", f"--budget-s={PROFILE_S}"]
+    line = ""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        for line in process.stderr or ():
+            log.info(f"profiling: {line.partition(' s  ')[2].strip() or '...'}")
+    if process.returncode:
+        log.warning(f"no profile was measured ({line.strip()}): costs are guesses; run `faser profile {directory}`")
+
+
+def list_engines() -> dict[str, str]:
+    """Returns size and checkpoints of the cached engines in words, by name, the last used first."""
+    found = {}
+    for record in sorted(cache_folder().glob(f"*/{RECORD_FILE}"), key=lambda path: -path.stat().st_mtime):
+        size = sum(file.stat().st_size for file in record.parent.iterdir())
+        found[record.parent.name] = f"{size / 1e6:.0f} MB, {' with draft '.join(read_json(record))}"
+    return found
+
+
+def remove_engines(names: list[str]) -> None:
+    """Removes cached engines, ["all"] or by name. Raises ConfigError for an unknown one."""
+    known = list_engines()
+    for name in known if names == ["all"] else names:
+        if name not in known:
+            raise ConfigError(f"{name}: no such engine in {cache_folder()}; `faser cache list` lists them")
+        shutil.rmtree(cache_folder() / name)
