@@ -148,7 +148,7 @@ class World:
 
         def note(record: StepRecord) -> None:
             seen["ahead"] += len(set(record.plan.decodes) & set(record.plan.drafts))
-            seen["mixed"] += record.has_clients and bool(record.frontier.num_drafted[record.server_rows].any())
+            seen["mixed"] += record.has_clients and bool(record.frontier.num_drafted[~record.frontier.is_client].any())
 
         fake.step_runner.observers.append(note)
         # Running ahead of two draft tokens needs room for a third, and for the token that ends its round.

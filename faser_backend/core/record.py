@@ -35,11 +35,6 @@ class StepRecord:
         return (self.end_ns - self.start_ns) / 1e3
 
     @property
-    def server_rows(self) -> np.ndarray | slice:
-        """Index of the sequences without a client's chain, whose acceptance says nothing about the draft."""
-        return np.flatnonzero(~self.frontier.is_client) if self.has_clients else slice(None)
-
-    @property
     def has_clients(self) -> bool:
         """Whether any chain came from a client, so that no decision chose its rows."""
         return bool(self.frontier.is_client.any())

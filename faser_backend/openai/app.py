@@ -35,6 +35,7 @@ from faser_backend.openai.requests import Generation, generations
 from faser_backend.serving.request_life import CONTEXT_HEADERS, Listener
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
+from faser_backend.triton.admin import fetch
 
 PAGE = Path(__file__).with_name("page.html")
 METRICS_TIMEOUT_S = 5.0
@@ -116,7 +117,7 @@ class _Endpoints:
         if self._metrics_address is None:
             raise ApiError("/metrics: start this server with --triton-metrics HOST:PORT", status=404)
         try:
-            text = await asyncio.to_thread(_fetch, self._metrics_address, "/metrics")
+            text = await asyncio.to_thread(fetch, f"http://{self._metrics_address}/metrics", METRICS_TIMEOUT_S)
         except (OSError, http.client.HTTPException):
             message = "Triton's metrics port does not answer"
             raise ApiError.of(Failure(ErrorCode.UNAVAILABLE, message)) from None
@@ -346,18 +347,6 @@ def _name_of(netloc: str) -> str:
 
 def _forbidden(message: str) -> ApiError:
     return ApiError(f"{message}; see --allow-origin", status=403, code="forbidden_origin")
-
-
-def _fetch(address: str, path: str) -> bytes:
-    connection = http.client.HTTPConnection(address, timeout=METRICS_TIMEOUT_S)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        if response.status != 200:
-            raise ConnectionError(response.reason)
-        return response.read()
-    finally:
-        connection.close()
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

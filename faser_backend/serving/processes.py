@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -96,19 +95,6 @@ def cpu_seconds(pid: int) -> float:
     """Returns the CPU seconds of a process and of its ended children; 0 if it has ended."""
     ticks = _state(pid)[11:15]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
-
-
-def started_s(pid: int) -> float:
-    """Returns the start time of a process in seconds of time.time(); infinity if it has ended."""
-    ticks = _state(pid)[19:20]
-    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    return booted_s + int(ticks[0]) / os.sysconf("SC_CLK_TCK") if ticks else float("inf")
-
-
-def running(program: str) -> list[int]:
-    """Returns the processes whose command line begins with a file of this name."""
-    pids = (int(folder.name) for folder in Path("/proc").glob("[0-9]*"))
-    return [pid for pid in pids if Path((arguments(pid) or [""])[0]).name == program]
 
 
 def _state(pid: int) -> list[str]:

@@ -41,15 +41,19 @@ class Administration:
     def _ask(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> bytes:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://{self._address}{path}", data, {KEY_HEADER: self._key})
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a key is for this server alone
         try:
-            with opener.open(request, timeout=timeout_s) as answer:
-                return answer.read()
+            return fetch(request, timeout_s)
         except urllib.error.HTTPError as error:
             raise AdminError(_reason(error)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
             reason = getattr(error, "reason", None) or error
             raise AdminError(f"{self._address}: Triton's HTTP port does not answer ({reason})") from None
+
+
+def fetch(request: urllib.request.Request | str, timeout_s: float) -> bytes:
+    """Returns what this server answers, asked without a proxy, as a key is for it alone. Raises what urllib raises."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+        return answer.read()
 
 
 def _reason(error: urllib.error.HTTPError) -> str:

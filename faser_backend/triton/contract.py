@@ -452,11 +452,6 @@ UNSUPPORTED = {
     )
     for name in names.split()
 }
-# Declared and ignored: they concern beams, a top_p that decays, or padding.
-WITHOUT_EFFECT = frozenset(
-    {"length_penalty", "len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
-    | {"runtime_top_p_min", "runtime_top_p_reset_ids"}
-)
 ALL_INPUT_NAMES = frozenset(
     spec.name
     for specs in (TEXT_INPUTS, TOKEN_INPUTS, PREPROCESSING_INPUTS, POSTPROCESSING_INPUTS, LLMAPI_INPUTS)

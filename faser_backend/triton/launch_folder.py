@@ -16,7 +16,6 @@ from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, check_room
-from faser_backend.serving.processes import running, started_s
 
 PREFIX = "faser-serve-"  # of the folder and of its server's shared memory
 SHARED_MEMORY = Path("/dev/shm")
@@ -35,7 +34,6 @@ class LaunchFolder:
         try:
             parent = Path(tempfile.gettempdir())
             _remove_leftovers(parent)
-            remove_unpacking_folders()
             check_room(parent, MIN_BYTES, "a server's launch folder")
             self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
             # Locked before it has its name, as another server may remove a folder whose lock is free.
@@ -71,20 +69,6 @@ def _remove_leftovers(parent: Path) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove_regions(folder.name)
                 shutil.rmtree(folder, ignore_errors=True)
-
-
-def remove_unpacking_folders(parent: Path = Path("/tmp")) -> None:
-    """Removes the empty folders that killed servers of this user left in `parent`.
-
-    Triton's Python backend makes one at its start. Its server is unknown, so it stays while any server runs that is old
-    enough to have made it.
-    """
-    oldest_s = min(map(started_s, running("tritonserver")), default=float("inf"))
-    for folder in parent.glob("python_env_*"):
-        with contextlib.suppress(OSError):  # not empty, or gone
-            status = folder.lstat()
-            if status.st_uid == os.geteuid() and status.st_mtime < oldest_s - 1.0:
-                folder.rmdir()
 
 
 def _remove_regions(name: str) -> None:

@@ -61,64 +61,6 @@ class Family(NamedTuple):
     buckets: tuple[float, ...] = ()
 
 
-FAMILIES = {
-    "nv_trt_llm_request_metrics": Family(
-        "GAUGE", "Requests in the engine", "request_type", ("active", "max", "scheduled", "context", "waiting")
-    ),
-    "nv_trt_llm_runtime_memory_metrics": Family(
-        "GAUGE", "Memory of the engine's process in bytes", "memory_type", ("cpu", "gpu", "pinned")
-    ),
-    "nv_trt_llm_kv_cache_block_metrics": Family(
-        "GAUGE", "KV cache blocks", "kv_cache_block_type", ("max", "free", "used", "tokens_per", "reused", "fraction")
-    ),
-    "nv_trt_llm_inflight_batcher_metrics": Family(
-        "GAUGE",
-        "Continuous batching",
-        "inflight_batcher_specific_metric",
-        ("total_context_tokens", "generation_requests", "micro_batch_id", "paused_requests"),
-    ),
-    "nv_trt_llm_general_metrics": Family("GAUGE", "General", "general_type", ("timestamp", "iteration_counter")),
-    "nv_trt_llm_speculative_decoding_metrics": Family(
-        "GAUGE",
-        "Speculative decoding since the start; price: tokens per second at the policy's optimum",
-        "speculative_decoding_type",
-        (
-            *("drafted_tokens", "accepted_tokens", "emitted_tokens", "pruned_tokens", "wasted_tokens"),
-            *("acceptance_rate", "preemptions", "price"),
-        ),
-    ),
-    "nv_trt_llm_cuda_graph_metrics": Family(
-        "GAUGE",
-        "CUDA graphs captured since the start, and captures that failed",
-        "cuda_graph_type",
-        ("captured", "failed_captures"),
-    ),
-    # Dashboards read these lines. One engine reads prompts and answers them, so they stay 0.
-    "nv_trt_llm_disaggregated_serving_metrics": Family(
-        "COUNTER",
-        "Disaggregated serving, which this engine does not support",
-        "disaggregated_serving_type",
-        ("kv_cache_transfer_ms", "request_count"),
-    ),
-    **{
-        name: Family("HISTOGRAM", "TRT LLM response metrics", "response_metric_type", (value,), TOKEN_BUCKETS)
-        for name, value in LENGTHS.items()
-    },
-    **{name: Family("HISTOGRAM", text, buckets=buckets) for name, (text, buckets) in LATENCIES.items()},
-    **{name: Family("COUNTER", text) for name, text in SPECULATION.items()},
-    BY_POSITION: Family(
-        "COUNTER",
-        "Accepted draft tokens by position in their chain",
-        "position",
-        tuple(map(str, range(NUM_POSITIONS))),
-    ),
-    REQUESTS: Family(
-        "COUNTER", "Requests that have ended", "finished_reason", tuple(reason.value for reason in FinishReason)
-    ),
-    STEPS: Family("COUNTER", "Steps with a verification, by pipeline mode", "mode", STEP_KINDS),
-}
-
-
 def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
     """Returns the gauges' values by family and label value."""
     num_used = metrics.num_blocks - metrics.num_free_blocks
@@ -175,6 +117,49 @@ def memory_bytes() -> dict[str, float]:
     if torch is not None and torch.cuda.is_available():
         gpu = torch.cuda.memory_allocated()
     return {"cpu": num_resident_pages * os.sysconf("SC_PAGE_SIZE"), "gpu": gpu, "pinned": 0}
+
+
+GAUGES = {  # family -> its description and label; the label's values are those of gauge_values
+    "nv_trt_llm_request_metrics": ("Requests in the engine", "request_type"),
+    "nv_trt_llm_runtime_memory_metrics": ("Memory of the engine's process in bytes", "memory_type"),
+    "nv_trt_llm_kv_cache_block_metrics": ("KV cache blocks", "kv_cache_block_type"),
+    "nv_trt_llm_inflight_batcher_metrics": ("Continuous batching", "inflight_batcher_specific_metric"),
+    "nv_trt_llm_general_metrics": ("General", "general_type"),
+    "nv_trt_llm_speculative_decoding_metrics": (
+        "Speculative decoding since the start; price: tokens per second at the policy's optimum",
+        "speculative_decoding_type",
+    ),
+    "nv_trt_llm_cuda_graph_metrics": (
+        "CUDA graphs captured since the start, and captures that failed",
+        "cuda_graph_type",
+    ),
+}
+FAMILIES = {
+    **{name: Family("GAUGE", *GAUGES[name], tuple(values)) for name, values in gauge_values(EngineMetrics()).items()},
+    # Dashboards read these lines. One engine reads prompts and answers them, so they stay 0.
+    "nv_trt_llm_disaggregated_serving_metrics": Family(
+        "COUNTER",
+        "Disaggregated serving, which this engine does not support",
+        "disaggregated_serving_type",
+        ("kv_cache_transfer_ms", "request_count"),
+    ),
+    **{
+        name: Family("HISTOGRAM", "TRT LLM response metrics", "response_metric_type", (value,), TOKEN_BUCKETS)
+        for name, value in LENGTHS.items()
+    },
+    **{name: Family("HISTOGRAM", text, buckets=buckets) for name, (text, buckets) in LATENCIES.items()},
+    **{name: Family("COUNTER", text) for name, text in SPECULATION.items()},
+    BY_POSITION: Family(
+        "COUNTER",
+        "Accepted draft tokens by position in their chain",
+        "position",
+        tuple(map(str, range(NUM_POSITIONS))),
+    ),
+    REQUESTS: Family(
+        "COUNTER", "Requests that have ended", "finished_reason", tuple(reason.value for reason in FinishReason)
+    ),
+    STEPS: Family("COUNTER", "Steps with a verification, by pipeline mode", "mode", STEP_KINDS),
+}
 
 
 class Ended(NamedTuple):

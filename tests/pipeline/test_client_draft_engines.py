@@ -47,8 +47,7 @@ class OwnChains(ChainChecker):
     """Compares with the reference what the head itself drafted."""
 
     def observe(self, record: StepRecord) -> None:
-        own = np.zeros_like(record.frontier.num_drafted)
-        own[record.server_rows] = record.frontier.num_drafted[record.server_rows]
+        own = np.where(record.frontier.is_client, 0, record.frontier.num_drafted)
         super().observe(replace(record, frontier=replace(record.frontier, num_drafted=own)))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.triton import tensors
-from faser_backend.triton.contract import UNSUPPORTED, WITHOUT_EFFECT
+from faser_backend.triton.contract import UNSUPPORTED
 from faser_backend.triton.model_configs import INFLIGHT_BATCHER, LLMAPI, ModelConfig
 from faser_backend.triton.tensors import TritonTensor
 from tests.support.clients import Arrays, ids, one, text, text_request, token_request
@@ -29,6 +29,11 @@ NUMPY_TYPES = {
     "FP16": np.float16,
     "FP32": np.float32,
 }
+# Declared and ignored: they concern beams, a top_p that decays, or padding.
+WITHOUT_EFFECT = frozenset(
+    {"length_penalty", "len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
+    | {"runtime_top_p_min", "runtime_top_p_reset_ids"}
+)
 MESSAGES = json.dumps([{"role": "user", "content": "x"}])
 VOCAB_SIZE = 321  # of the served pair
 _FLAGS = (

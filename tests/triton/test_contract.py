@@ -11,8 +11,9 @@ from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import WITHOUT_EFFECT, parse_requests, refuse_undeclared
+from faser_backend.triton.contract import parse_requests, refuse_undeclared
 from faser_backend.triton.link import Handshake
+from tests.support.conformance_cases import WITHOUT_EFFECT
 from tests.support.serving_pair import END_ID, byte_level_tokenizer
 
 TOKENIZER = TextTokenizer(byte_level_tokenizer())

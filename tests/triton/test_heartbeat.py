@@ -16,7 +16,6 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.engine_loop import EngineLoop
-from faser_backend.serving.processes import arguments
 from faser_backend.triton import server
 from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_CHECK_S, HangWatch
 from faser_backend.triton.launch_folder import (
@@ -24,7 +23,6 @@ from faser_backend.triton.launch_folder import (
     PREFIX,
     SHARED_MEMORY,
     LaunchFolder,
-    remove_unpacking_folders,
 )
 from faser_backend.triton.server import LOCK_ERROR, TritonInstall, TritonServer
 from tests.support.harness import open_fake
@@ -137,21 +135,6 @@ def test_what_a_killed_server_left_is_removed_by_the_next_start_and_nothing_else
         LaunchFolder().remove()
     assert not left.exists() and not region.exists()
     assert folder.path.exists() and unknown.exists()
-
-
-def test_an_unpacking_folder_goes_once_no_running_server_can_have_made_it(tmp_path: Path):
-    old, full, young = (tmp_path / f"python_env_{name}" for name in ("old", "full", "young"))
-    for each in (old, full, young):
-        each.mkdir()
-    (full / "file").touch()
-    for each in (old, full):
-        os.utime(each, (0, 0))
-    with subprocess.Popen(["tritonserver", "60"], executable="/bin/sleep") as running:
-        while not arguments(running.pid):  # its name is there a moment after its start
-            time.sleep(0.01)
-        remove_unpacking_folders(tmp_path)
-        running.kill()
-    assert sorted(tmp_path.iterdir()) == [full, young]
 
 
 FAKE_SERVER = """#!/bin/sh
