@@ -13,13 +13,13 @@ import logging
 import os
 import socket
 import stat
-import struct
 import tempfile
 import threading
 import time
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal, TypeVar
@@ -47,8 +47,6 @@ DIRECT = "openai-"  # prefix of the ids of the OpenAI server's requests
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_COMMAND_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and its fields
 MAX_EVENT_BYTES = 3 << 30  # of a frame from the engine: the logits of one output
-_LENGTH = struct.Struct(">Q")
-_CHUNK = 1 << 20  # bytes per read: memory grows with the bytes received, not with the length in a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,66 +83,37 @@ class Event:
     error: Failure | None = None
 
 
-class FrameError(FaserError):
-    """A frame is too long, or its stream ends inside it."""
-
-    code = ErrorCode.INTERNAL
-
-    @classmethod
-    def too_long(cls, num_bytes: int, limit: int) -> FrameError:
-        error = cls(f"frame = {num_bytes} bytes: must be at most {limit}")
-        error.code = ErrorCode.TOO_LONG
-        return error
-
-
 class FrameSocket:
-    """One end of a connection. `send` is thread-safe; one thread receives."""
+    """One end of a connection, in frames of limited size. `send` is thread-safe; one thread receives."""
 
     def __init__(self, stream: socket.socket, *, max_received: int, max_sent: int) -> None:
         """max_received, max_sent: bytes of one frame."""
         self._stream = stream
+        self._connection = Connection(os.dup(stream.fileno()))
         self._max_received, self._max_sent = max_received, max_sent
         self._lock = threading.Lock()
 
     def send(self, data: bytes) -> None:
-        """Raises FrameError if the frame is too long, and OSError if the other end has closed."""
+        """Raises PackingError if the frame is too long, and OSError if the other end has closed."""
         if len(data) > self._max_sent:
-            raise FrameError.too_long(len(data), self._max_sent)
+            error = PackingError(f"frame = {len(data)} bytes: must be at most {self._max_sent}")
+            error.code = ErrorCode.TOO_LONG
+            raise error
         with self._lock:
-            self._stream.sendall(_LENGTH.pack(len(data)) + data if len(data) < _CHUNK else _LENGTH.pack(len(data)))
-            if len(data) >= _CHUNK:
-                self._stream.sendall(data)
+            self._connection.send_bytes(data)
 
     def receive(self) -> bytes | None:
-        """Returns the next frame, or None if the other end has closed between frames. Raises FrameError and OSError."""
-        header = self._receive_bytes(_LENGTH.size)
-        if not header:
+        """Returns the next frame, or None if the other end has closed. Raises OSError for a frame that is too long."""
+        try:
+            return self._connection.recv_bytes(self._max_received)
+        except EOFError:
             return None
-        if len(header) < _LENGTH.size:
-            raise FrameError(f"frame: ends after {len(header)} bytes of its length")
-        (length,) = _LENGTH.unpack(header)
-        if length > self._max_received:
-            raise FrameError.too_long(length, self._max_received)
-        data = self._receive_bytes(length)
-        if len(data) < length:
-            raise FrameError(f"frame: ends after {len(data)} of {length} bytes")
-        return bytes(data)
 
     def close(self) -> None:
         """Ends the connection. A `receive` on another thread returns."""
         with contextlib.suppress(OSError):
             self._stream.shutdown(socket.SHUT_RDWR)
         self._stream.close()
-
-    def _receive_bytes(self, length: int) -> bytearray:
-        """Returns `length` bytes, or fewer at the end of the stream."""
-        taken = bytearray()
-        while len(taken) < length:
-            part = self._stream.recv(min(length - len(taken), _CHUNK))
-            if not part:
-                break
-            taken += part
-        return taken
 
 
 def socket_path(server_pid: int) -> Path:
@@ -248,9 +217,9 @@ class LinkServer:
         try:
             while (data := frames.receive()) is not None:
                 self._execute(subscription, unpack(Command, data))
-        except (FrameError, PackingError) as error:
+        except PackingError as error:
             # The peer has another version, or is no frontend.
-            _log.warning("disconnecting a frontend that sent an invalid frame: %s", error)
+            _log.warning("disconnecting a frontend that sent an invalid message: %s", error)
             with contextlib.suppress(FaserError, OSError):
                 frames.send(pack(Event(error=error.failure)))
         except OSError:
