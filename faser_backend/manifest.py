@@ -39,8 +39,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from faser_backend.core.errors import ManifestError
-from faser_backend.core.model import COMPUTES, FLOAT32_WEIGHTS, TWO_PARTS, ModelSpec, WeightFormat, check_spec
+from faser_backend.core.model import COMPUTES, FLOAT32_WEIGHTS, TWO_PARTS, ModelSpec, WeightFormat
 from faser_backend.files import MAX_NAME_BYTES, FileError, read_json, shown
 from faser_backend.runtime_spec import RUNTIMES, RuntimeSpec
 from faser_backend.vocabulary import read_vocabulary, vocab_hash
@@ -173,13 +175,9 @@ class EngineManifest:
     @classmethod
     def load(cls, directory: Path) -> EngineManifest:
         """Reads a directory; verifies its texts, and the sizes of its weights. Raises ManifestError with the reason."""
-        from pydantic import TypeAdapter, ValidationError  # slow to import; help texts do not need it
-
         path, fields = Path(directory) / MANIFEST_FILE, read_manifest_fields(directory)
         try:
             manifest = TypeAdapter(cls).validate_json(json.dumps(fields), strict=True)  # JSON: no lists as tuples else
-            for model in manifest.models.values():
-                check_spec(model.spec)
         except ValidationError as error:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))

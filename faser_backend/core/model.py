@@ -5,10 +5,11 @@ Plain values that engines are built from and run by. Knows no tensors, files or 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
+from pydantic import Field
 
 ROPE_SCALINGS = ("linear", "llama3")
 EAGLE3 = "eagle3"  # the family of drafts that read hidden states of their target
@@ -20,6 +21,12 @@ MAX_HEADS = 1024
 MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 22
 MAX_EXPERTS = 1024
+
+# Limits of numbers that a file describes; a manifest is checked against them when it is loaded.
+Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
+NumHeads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
+NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 WEIGHT_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 
@@ -33,15 +40,11 @@ class RopeScaling:
     between the two the divided and the kept frequency are blended in proportion to the turns.
     """
 
-    kind: str  # one of ROPE_SCALINGS
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
+    kind: Literal["linear", "llama3"]  # as in ROPE_SCALINGS
+    factor: Positive
+    low_freq_factor: Positive = 1.0
+    high_freq_factor: Positive = 4.0
     original_max_context: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in ROPE_SCALINGS:
-            raise ValueError(f"rope_scaling.kind = {self.kind!r}: must be one of {', '.join(ROPE_SCALINGS)}")
 
     def scaled(self, frequencies: np.ndarray) -> np.ndarray:
         """frequencies [head_dim / 2] in radians per token -> the same, slowed down."""
@@ -61,16 +64,16 @@ class ModelSpec:
     embedding had, 0 where nobody recorded it. With experts, intermediate_size is that of each of them.
     """
 
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    vocab_size: int
-    max_context: int
-    rope_theta: float
-    rms_eps: float
+    num_layers: Annotated[int, Field(ge=1, le=MAX_LAYERS)]
+    hidden_size: Width
+    num_heads: NumHeads
+    num_kv_heads: NumHeads
+    head_dim: Width
+    intermediate_size: Width
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_VOCABULARY)]
+    max_context: Annotated[int, Field(ge=1, le=MAX_CONTEXT)]
+    rope_theta: Positive
+    rms_eps: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     tie_word_embeddings: bool
     family: str = "llama"
     rope_scaling: RopeScaling | None = None
@@ -78,8 +81,8 @@ class ModelSpec:
     has_attention_out_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False  # queries and keys are normalised per head before they are rotated
-    num_experts: int = 0  # 0: every layer has one MLP for all rows
-    num_experts_per_token: int = 0
+    num_experts: NumExperts = 0  # 0: every layer has one MLP for all rows
+    num_experts_per_token: NumExperts = 0
     has_normalized_routing: bool = True  # the chosen experts' weights sum to 1
     feature_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads, rising
     padded_vocab_size: int = 0
@@ -89,35 +92,6 @@ class ModelSpec:
     def reads_target(self) -> bool:
         """Whether this is a draft head, which reads hidden states of its target."""
         return self.family == EAGLE3
-
-
-def check_spec(spec: ModelSpec) -> None:
-    """Raises ValueError naming the field, its value and its limits, where a description from a file is no model's."""
-    limits = {
-        "num_layers": (1, MAX_LAYERS),
-        "hidden_size": (1, MAX_WIDTH),
-        "num_heads": (1, MAX_HEADS),
-        "num_kv_heads": (1, MAX_HEADS),
-        "head_dim": (1, MAX_WIDTH),
-        "intermediate_size": (1, MAX_WIDTH),
-        "vocab_size": (1, MAX_VOCABULARY),
-        "max_context": (1, MAX_CONTEXT),
-        "num_experts": (0, MAX_EXPERTS),
-        "num_experts_per_token": (0, MAX_EXPERTS),
-    }
-    for name, (low, high) in limits.items():
-        value = getattr(spec, name)
-        if type(value) is not int or not low <= value <= high:
-            raise ValueError(f"{name} = {value!r:.80}: must be a whole number in [{low}, {high}]")
-    scaling = spec.rope_scaling
-    numbers: dict[str, float] = {"rope_theta": spec.rope_theta, "rms_eps": spec.rms_eps}
-    if scaling is not None:
-        names = ("factor", "low_freq_factor", "high_freq_factor")
-        numbers |= {f"rope_scaling.{name}": getattr(scaling, name) for name in names}
-    for name, value in numbers.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not is_number or value < 0 or (value == 0 and name != "rms_eps"):
-            raise ValueError(f"{name} = {value!r:.80}: must be a positive number")
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
