@@ -1,7 +1,7 @@
 """Chooses what a profile measures: how much of everything (`Effort`), and the shapes of model calls (`Case`).
 
 Calls have the shapes that serving makes: verifications of equal and of ragged lengths, draft calls, and prompt chunks
-without logits. A grid and some random calls are fitted; other random calls are held out, to test the fit.
+without logits: a grid, and some random calls.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.policy.cost_model import DRAFT
 
 MAX_SEQUENCES = 32
-NUM_RANDOM = 24  # fitted ones beside the grid, and as many that are held out
-MIN_CASES = 24  # of a model, fitted and held out together
+NUM_RANDOM = 24  # beside the grid
+MIN_CASES = 24  # of a model
 MAX_CALL_ROWS = 256  # a prompt chunk of max_prefill_tokens, or 32 verifications of 7 drafted tokens
 MIN_SHARE = 0.1  # of the full effort
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_json, read_text, shown
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.chat import ChatRenderer
@@ -37,8 +37,10 @@ class PromptFormat:
         chat_template_file: Path | None = None,
         adds_special_tokens: bool | None = None,
     ) -> PromptFormat:
-        """Reads the checkpoint's format; options override it. Raises ManifestError or ConfigError naming the file."""
-        found = _read(engine_dir / manifest.prompts.name)
+        """Reads the checkpoint's format, which the manifest has verified; options override it. Raises ConfigError."""
+        content = read_json(engine_dir / manifest.prompts.name)
+        begins = content["adds_begin_token"]
+        found = cls(content["chat_template"], content["special_tokens"], begins is not False, begins is True)
         if chat_template_file is not None:
             found = replace(found, chat_template=read_template(chat_template_file))
         return found if adds_special_tokens is None else found.adding_special_tokens(adds_special_tokens)
@@ -58,23 +60,6 @@ def read_template(file: Path) -> str:
         return read_text(file, MAX_TEMPLATE_BYTES)
     except FileError as error:
         raise ConfigError(f"chat_template = {shown(file)}: not readable as a template ({error.reason})") from None
-
-
-def _read(path: Path) -> PromptFormat:
-    try:
-        content = read_json(path)
-        template, adds_begin_token = content["chat_template"], content["adds_begin_token"]
-        tokens = {str(name): str(token) for name, token in content["special_tokens"].items()}
-    except FileError as error:
-        raise ManifestError(str(error)) from None
-    except (TypeError, KeyError, AttributeError) as error:
-        raise ManifestError(f"{path}: malformed ({type(error).__name__}: {error})") from None
-    return PromptFormat(
-        chat_template=None if template is None else str(template),
-        special_tokens=tokens,
-        adds_special_tokens=adds_begin_token is not False,
-        adds_begin_token=adds_begin_token is True,
-    )
 
 
 @dataclass(frozen=True, slots=True)
