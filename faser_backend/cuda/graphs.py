@@ -108,12 +108,14 @@ class RepeatedLaunch:
 
     def __init__(self, launch: Launch, capturer: GraphCapturer | None, what: str) -> None:
         self._launch = launch
+        self._captured: Launch | None = None
         self._capturer = capturer
         self._what = what
         self._is_warm = False
 
     def __call__(self) -> None:
         if self._is_warm and self._capturer is not None:
+            self._captured = self._launch  # keeps the tensors that the graph reads
             self._launch = self._capturer.capture(self._launch, self._what)
             self._capturer = None
         self._launch()

@@ -7,6 +7,7 @@ thread waits, so the whole device runs nothing else.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -96,10 +97,12 @@ class CudaRuntime:
 
     def free_bytes(self) -> int:
         """Returns the free memory of the driver and of torch's cache, less unloaded weights."""
+        gc.collect()  # reference cycles keep the pools of an engine that was closed
         unloaded = self._programs.num_unloaded_bytes(self._models.present)
         if self._shares is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
         cuda = self._shares.cuda
+        cuda.empty_cache()  # destroyed graphs' memory, which is kept for graphs
         cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
 

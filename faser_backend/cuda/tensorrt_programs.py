@@ -167,7 +167,10 @@ class EngineStore:
             self.log.take_errors()
             members = self.tensorrt.module.EngineInvalidityDiagnostics.__members__.items()
             if names := [name for name, bit in members if diagnostics & int(bit)]:
-                return f"is refused ({', '.join(names)}); build it again with this TensorRT for this GPU"
+                advice = "build it again with this TensorRT for this GPU"
+                if "UNSUPPORTED_CC" in names:
+                    advice = "this TensorRT may not know this GPU: faser build --runtime torch"
+                return f"is refused ({', '.join(names)}); {advice}"
         if any("cudaError" in error for error in errors):
             return "cannot be loaded: there is no GPU here, or no CUDA driver that works"
         is_damaged = any("Serialization" in error for error in errors)

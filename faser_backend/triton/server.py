@@ -310,7 +310,7 @@ def server_command(
 
 
 def server_environment(install: TritonInstall) -> dict[str, str]:
-    """Returns the server's environment. Its stub embeds Python and finds home and packages by PATH and PYTHONPATH."""
+    """Returns the server's environment. Its stub finds Python's home by PATH; each model.py reads PYTHONPATH."""
     environment = dict(os.environ)
 
     def prepend(name: str, entries: list[str]) -> None:

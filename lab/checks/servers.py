@@ -78,8 +78,7 @@ class Server(ServerProcess):
         self.ports = http, grpc, metrics = ports or free_ports(3)
         self.url = f"127.0.0.1:{grpc}"
         given = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-        faser = Path(sys.executable).with_name("faser")
-        command = [*before, str(faser), "serve", *given, *options]
+        command = [*before, sys.executable, "-m", "faser_backend.cli", "serve", *given, *options]
         super().__init__(command, f"http://127.0.0.1:{http}/v2/health/ready", log)
 
 

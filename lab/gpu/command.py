@@ -25,6 +25,7 @@ FULL_BUDGET_S = 500.0
 PARTS = (
     Part("device", "device and libraries", "faser_backend.lab.gpu.device:device", 20),
     Part("first", "first contact: captures, serving, steps", "faser_backend.lab.gpu.first_contact:run", 160),
+    Part("serve", "an 8B pair through faser serve", "faser_backend.lab.gpu.serve:run", 200),
     Part("peaks", "copy bandwidth and matrix products", "faser_backend.lab.gpu.speed:peaks", 20),
     Part("kernels", "kernels against their references", "faser_backend.lab.gpu.kernels:correctness", 45),
     Part("bandwidth", "bandwidth of kernels", "faser_backend.lab.gpu.speed:bandwidth", 35),
@@ -45,6 +46,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="Check the script with tiny shapes; measure nothing.")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR", help="Serve this checkpoint, not a planted pair.")
     parser.add_argument("--table", type=Path, metavar="FILE", help="Print a results file and exit.")
     options = parser.parse_args()
     if options.table is not None:
@@ -59,7 +61,9 @@ def main() -> int:
     gpu = query_gpu() if options.device == "cuda" else {}
     if options.device == "cuda" and not gpu:
         print("no GPU: nvidia-smi finds none; --device cpu --tiny checks the script only", file=sys.stderr)
-    setting = Setting(options.device, options.tiny, options.seed)
+    setting = Setting(
+        options.device, options.tiny, options.seed, str(options.checkpoint.absolute()) if options.checkpoint else ""
+    )
     meta = describe(setting, gpu)
     report = Report(options.output or default_path(meta), meta | {"budget_s": options.budget_s})
 

@@ -105,8 +105,8 @@ def _many_shapes() -> None:
     from faser_backend.core.graph_counts import GraphCounts
     from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 
-    weight = torch.randn((256, 256), device="cuda", dtype=torch.bfloat16)
     with torch.cuda.stream(torch.cuda.Stream()):
+        weight = torch.randn((256, 256), device="cuda", dtype=torch.bfloat16)
         capturer = GraphCapturer(GraphCounts())
         outs: dict[int, torch.Tensor] = {}
 
@@ -128,7 +128,8 @@ def _many_shapes() -> None:
                 if turn == 0:
                     expected[size] = outs[size].clone()
                 elif size <= 8:
-                    assert torch.equal(outs[size], expected[size]), f"{size} rows: a replay gives other numbers"
+                    error = float((outs[size] - expected[size]).abs().max())
+                    assert error == 0, f"{size} rows: a replay in turn {turn} is {error:g} off"
                 outs[size].zero_()
         assert capturer.counts == GraphCounts(8, 0), f"counted {capturer.counts}"
 

@@ -54,6 +54,7 @@ class Setting:
     device: str = "cuda"
     is_tiny: bool = False
     seed: int = 0
+    checkpoint: str = ""  # a directory to serve
 
 
 @dataclass(frozen=True, slots=True)

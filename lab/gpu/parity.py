@@ -80,9 +80,8 @@ def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result
         builds = (builds[0], *(build for build in builds[1:] if build.has_head))
     with tempfile.TemporaryDirectory(prefix="faser-parity-") as folder:
         reference_dir = Path(folder) / "llvm"
-        build_engines(
-            DEMO_PAIR / "target", DEMO_PAIR / "draft", reference_dir, exit_layers=EXIT_LAYERS, kv_cache_dtype="fp32"
-        )
+        exact: dict[str, Any] = {"weights": "fp32", "draft_weights": "fp32", "kv_cache_dtype": "fp32"}
+        build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", reference_dir, exit_layers=EXIT_LAYERS, **exact)
         prompts = _prompts(reference_dir, 2 if context.is_tiny else 8)
         num_tokens = 6 if context.is_tiny else ANSWER_TOKENS
         reference = _reference(reference_dir, prompts, num_tokens)

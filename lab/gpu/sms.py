@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,10 @@ def run(context: Context) -> Result:
     found: Result = {"kind": menu.choice.kind, "note": menu.menu.note, "splits": []}
     try:
         found["whole"] = _share_result(menu.menu.whole)
+        del found["whole"]["seen"]
         for draft, target in menu.menu.splits:
             seen = {name: _share_result(share) for name, share in (("draft", draft), ("target", target))}
-            draft_sms, target_sms = (set(map(int, seen[name]["eager"])) for name in ("draft", "target"))
+            draft_sms, target_sms = (set(seen[name].pop("seen")) for name in ("draft", "target"))
             found["splits"].append(
                 {
                     "split": f"{draft.size}/{target.size}",
@@ -87,13 +87,15 @@ def check_split(draft: set[int], target: set[int], draft_size: int, target_size:
     }
 
 
-def histogram(sms: np.ndarray) -> dict[str, int]:
-    """Counts programs per SM number; sms [num_programs] holds -1 where a program never ran."""
-    return {str(sm): count for sm, count in sorted(Counter(sms.tolist()).items())}
+def ranges(sms: set[int]) -> str:
+    """Returns SM numbers as ranges: "0-1, 16"."""
+    ordered = sorted(sms)
+    firsts, lasts = ([sm for sm in ordered if sm + step not in sms] for step in (-1, 1))
+    return ", ".join(f"{a}-{b}" if a < b else str(a) for a, b in zip(firsts, lasts, strict=True))
 
 
 def _share_result(share: Any) -> dict[str, Any]:
-    """Returns histograms of a share: launched on its stream, and captured there and replayed on another stream."""
+    """Returns the SMs that ran a share's programs: launched on its stream, captured there and replayed elsewhere."""
     num_programs = PROGRAMS_PER_SM * torch.cuda.get_device_properties(0).multi_processor_count
     eager, replayed = Probe(num_programs), Probe(num_programs)
     torch.cuda.synchronize()
@@ -106,12 +108,13 @@ def _share_result(share: Any) -> dict[str, Any]:
     with torch.cuda.stream(torch.cuda.Stream()):
         graph.replay()
     torch.cuda.synchronize()
-    histograms = {name: histogram(probe.sms.cpu().numpy()) for name, probe in (("eager", eager), ("graph", replayed))}
+    seen, seen_by_graph = (set(probe.sms.tolist()) for probe in (eager, replayed))
     return {
         "size": share.size,
-        **histograms,
-        "num_sms_eager": len(histograms["eager"]),
-        "is_graph_within_eager": set(histograms["graph"]) <= set(histograms["eager"]),
+        "seen": seen,
+        "sms": ranges(seen),
+        "num_sms_eager": len(seen),
+        "is_graph_within_eager": seen_by_graph <= seen,
     }
 
 

@@ -6,6 +6,7 @@ The code that they replaced breaks them.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -276,6 +277,21 @@ class TestGraphsThatStay:
 
     def test_none_is_dropped_however_many_shapes_come(self) -> None:
         assert not self.replayed(CallCache).broken
+
+    def test_the_tensors_that_a_graph_reads_live_as_long_as_its_call(self) -> None:
+        machine = CaptureMachine()
+        open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+        rows = torch.ones(2)
+        alive = weakref.ref(rows)
+
+        def launch(rows: torch.Tensor = rows) -> None:
+            machine.product()
+
+        call = RepeatedLaunch(launch, MachineCapturer(machine, GraphCounts()), "a call")
+        del rows, launch
+        for _ in range(3):
+            call()
+        assert alive() is not None
 
     def test_dropping_the_least_recently_used_breaks_others(self) -> None:
         assert "a graph was replayed whose workspace had been freed" in self.replayed(OldCallCache).broken

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 import threading
+import weakref
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Request
+from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runtime import CudaRuntime, open_cuda_runtime
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.streams import open_menu
@@ -191,6 +195,25 @@ class TestOnSharesOfAFakedGpu:
         assert runtime.free_bytes() == (3 << 30) + (500 << 20) - models.target.num_weight_bytes
         runtime.synchronize()
         runtime.close()
+
+    def test_the_pools_of_a_closed_engine_are_free_for_the_next(self, torch_engine: Path, monkeypatch) -> None:
+        pools, init = [], CudaKvPool.__init__
+
+        def noted(pool: CudaKvPool, *arguments: Any, **options: Any) -> None:
+            init(pool, *arguments, **options)
+            pools.append(weakref.ref(pool))
+
+        monkeypatch.setattr(CudaKvPool, "__init__", noted)
+        manifest = EngineManifest.load(torch_engine)
+        with closing(open_runtime(torch_engine, manifest, EngineConfig())) as runtime:
+            gc.disable()
+            try:
+                engine_on(runtime, torch_engine, manifest, EngineConfig.from_options(policy="none", **CONFIG)).close()
+                assert all(pool() is not None for pool in pools), "cycles keep them"
+                runtime.free_bytes()
+                assert len(pools) >= 1 and all(pool() is None for pool in pools)
+            finally:
+                gc.enable()
 
     @pytest.mark.parametrize(
         ("target_mib", "draft_mib", "expected"),

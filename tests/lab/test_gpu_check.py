@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -23,7 +22,7 @@ from faser_backend.lab.gpu.command import PARTS
 from faser_backend.lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
 from faser_backend.lab.gpu.pairs import model_pair, random_tensors
 from faser_backend.lab.gpu.report import Report, default_path
-from faser_backend.lab.gpu.sms import check_split, histogram, overlap_of
+from faser_backend.lab.gpu.sms import check_split, overlap_of, ranges
 
 ROOT = Path(__file__).resolve().parents[2]
 torch.set_num_threads(1)
@@ -120,7 +119,7 @@ def test_parts_past_the_budget_or_without_a_gpu_are_skipped():
 
 # -- the parts -------------------------------------------------------------------------------------------------------
 def test_splits_of_sms_are_judged():
-    assert histogram(np.array([3, 3, 1], np.int32)) == {"1": 1, "3": 2}
+    assert ranges({3, 1, 2, 16}) == "1-3, 16" and ranges({-1}) == "-1"
     assert all(check_split({0, 1}, {2, 3, 4}, 2, 3).values())
     assert not check_split({0, 1, 2}, {2, 3}, 3, 2)["is_disjoint"]
     assert not check_split({0, 1, 2}, {3}, 2, 1)["is_draft_within_size"]

@@ -229,6 +229,8 @@ class FakeCuda:
 
     def synchronize(self, device: Any) -> None: ...
 
+    def empty_cache(self) -> None: ...
+
     def current_stream(self) -> FakeStream:
         return getattr(self._local, "stream", self._default)
 

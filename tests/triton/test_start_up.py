@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ from faser_backend.core.errors import ConfigError, ManifestError, RequestError, 
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.openai.server import describe
+from faser_backend.places import MODEL_REPO
 from faser_backend.serving import runtimes
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.loading import CHECKING, PhaseDisplay
@@ -178,3 +180,17 @@ def test_a_context_that_memory_does_not_hold_is_clipped(num_blocks: int, max_con
     assert describe(OpenAIOptions(served_context=400), tmp_path / "engine", "auto").limits.max_context == 400
     with pytest.raises(ConfigError, match="num_kv_blocks = 15: one context of 256 tokens needs at least 16 blocks"):
         build_engine(tmp_path / "engine", EngineConfig(num_kv_blocks=15))
+
+
+@pytest.mark.parametrize("path", sorted(MODEL_REPO.parent.glob("model_repo*/*/1/model.py")), ids=lambda p: p.parts[-3])
+def test_models_import_from_pythonpath_which_tritons_interpreter_ignores(path: Path, tmp_path: Path) -> None:
+    package = tmp_path / "faser_backend" / "triton"
+    package.mkdir(parents=True)
+    names = ("EngineModel", "TextModel", "PreprocessingModel", "PostprocessingModel", "LlmApiModel")
+    (package / "model.py").write_text("\n".join(f"{name} = 'of PYTHONPATH'" for name in names))
+    code = f"import runpy; print(runpy.run_path({str(path)!r})['TritonPythonModel'])"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "of PYTHONPATH\n"
