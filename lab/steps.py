@@ -141,7 +141,6 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
         "rows_pruned": pruned_rows,
         "row_layers_accepted": int(emitted.sum()) * num_layers,
         "row_layers_rejected": (full_rows - int(emitted.sum())) * num_layers,
-        "row_layers_pruned": pruned_layers,
         "row_layers_saved_by_trim": trimmed_rows * num_layers,
         "row_layers_saved_by_exit": pruned_rows * num_layers - pruned_layers,
         "lost_to_trim": lost.to_trim,
@@ -161,7 +160,6 @@ def _time_figures(log: StepLog) -> dict[str, float]:
     phases_us = sum(note.propose_us + note.verify_us for note in notes) - overlap_us
     return {
         "overlap_share": overlap_us / phases_us if phases_us else 0.0,
-        "step_us_p50": float(np.median([(note.end_ns - note.start_ns) / 1e3 for note in notes])),
         "verify_us_p50": float(np.median([note.verify_us for note in notes])),
     }
 

@@ -25,7 +25,7 @@ from faser_backend.plugins.tensorrt_import import import_tensorrt
 from faser_backend.serving.compose import choose_num_blocks
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.runtimes import check_kernel_compiler, has_driver, open_runtime
-from faser_backend.triton.server import check_libpython, find_triton
+from faser_backend.triton.server import check_stub, find_triton
 
 RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
 METRICS = "127.0.0.1:8002"  # of a server with the default port
@@ -91,8 +91,6 @@ def _check(name: str, find: Callable[[], str], *, is_needed: bool = False, hint:
 def _python() -> str:
     import numpy as np
 
-    if int(np.__version__.split(".")[0]) != 1:
-        raise ImportError(f"numpy {np.__version__}: the server's stubs need numpy 1, pip install 'numpy<2'")
     return f"{platform.python_version()} at {sys.executable}, numpy {np.__version__}"
 
 
@@ -134,7 +132,7 @@ def _vectors() -> str:
 
 
 def _stub() -> str:
-    check_libpython()
+    check_stub()
     stub = find_triton().stub
     return "part of the server" if stub is None else str(stub)
 

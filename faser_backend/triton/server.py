@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
+
 from faser_backend.core.errors import ConfigError
 from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
 from faser_backend.serving.access import check_host, restriction_options
@@ -76,8 +78,10 @@ def find_triton() -> TritonInstall:
     raise ConfigError("no Triton Inference Server: pip install nvidia-pytriton==0.7.0, or put tritonserver on PATH")
 
 
-def check_libpython() -> None:
-    """Raises ConfigError if the stub could not load the interpreter's library."""
+def check_stub() -> None:
+    """Raises ConfigError if the stub could not load the interpreter's library, or would crash in its first request."""
+    if int(np.__version__.split(".")[0]) != 1:
+        raise ConfigError(f"numpy {np.__version__}: Triton's Python stub needs numpy 1: pip install 'numpy<2'")
     name = f"libpython{PYTHON_VERSION}.so.1.0"
     if any((folder / name).is_file() for folder in _python_library_folder()):
         return
@@ -118,7 +122,7 @@ class TritonServer:
             ports["openai-port"] = options.openai_port
         check_host(options.host, is_exposed=options.expose_triton)
         install = find_triton()
-        check_libpython()
+        check_stub()
         check_ports(options.host, ports)
         self._launch_folder = LaunchFolder()
         self._folder = self._launch_folder.path
@@ -317,7 +321,7 @@ def server_environment(install: TritonInstall) -> dict[str, str]:
         environment[name] = os.pathsep.join([*entries, *filter(None, [environment.get(name)])])
 
     prepend("PATH", [str(Path(sys.executable).parent)])
-    prepend("PYTHONPATH", [str(PACKAGES), sysconfig.get_path("purelib")])
+    prepend("PYTHONPATH", [str(PACKAGES)])
     if install.libraries:
         prepend("LD_LIBRARY_PATH", [str(folder) for folder in install.libraries])
     return environment

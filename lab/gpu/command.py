@@ -25,13 +25,12 @@ FULL_BUDGET_S = 500.0
 PARTS = (
     Part("device", "device and libraries", "faser_backend.lab.gpu.device:device", 20),
     Part("first", "first contact: captures, serving, steps", "faser_backend.lab.gpu.first_contact:run", 160),
-    Part("serve", "an 8B pair through faser serve", "faser_backend.lab.gpu.serve:run", 200),
+    Part("serve", "an 8B pair through faser serve", "faser_backend.lab.gpu.serve:run", 300),
     Part("peaks", "copy bandwidth and matrix products", "faser_backend.lab.gpu.speed:peaks", 20),
     Part("kernels", "kernels against their references", "faser_backend.lab.gpu.kernels:correctness", 45),
     Part("bandwidth", "bandwidth of kernels", "faser_backend.lab.gpu.speed:bandwidth", 35),
     Part("sms", "SM splits", "faser_backend.lab.gpu.sms:run", 20, needs_gpu=True),
     Part("parity", "runtime torch against runtime llvm", "faser_backend.lab.gpu.parity:torch_runtime", 50),
-    Part("ladder", "policies and mechanisms, demo pair", "faser_backend.lab.gpu.ladder:demo", 120),
     Part("rtx", "TensorRT-RTX", "faser_backend.lab.gpu.parity:rtx_runtime", 60),
     Part("tensorrt", "full TensorRT", "faser_backend.lab.gpu.parity:tensorrt_runtime", 65),
 )  # fmt: skip

@@ -20,7 +20,6 @@ from faser_backend.lab.tables import markdown_table, number, pairs
 
 NEEDED = ("numpy", "torch", "triton", "cuda-bindings", "pydantic", "safetensors", "tokenizers", "ml-dtypes")
 USEFUL = ("onnx", "numba", "cuda-core", "tensorrt", "tensorrt-rtx-cu13-bindings", "faser-backend")
-UNSEEN = ("eager", "graph")  # kept in the file, too long to show
 MOST_FIELDS = 12  # of a dictionary within a table
 
 
@@ -119,5 +118,5 @@ def _flat(row: Result, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{name}.")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             yield f"{prefix}{name}", "; ".join(pairs(each) for each in value)
-        elif name not in UNSEEN and not isinstance(value, dict):
+        elif not isinstance(value, dict):
             yield f"{prefix}{name}", value if not isinstance(value, str) else value[:160].replace("\n", " ")

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -32,23 +31,24 @@ from faser_backend.serving.demo_engine import DEMO_PAIR
 from faser_backend.text.prompts import read_prompts
 
 ACCEPTANCE = 0.75
-PROFILE_S = "25"
 CYCLE = 2048  # tokens that text consists of: the demo tokenizer's
-CONTESTANTS = {
-    "none": (),
-    "fixed:4": (),
-    "faser": (),
-    "fixed:4, run ahead": ("--pipeline", "run_ahead"),
-    "fixed:4, ping-pong": ("--pipeline", "ping_pong"),
+PROFILE_S = 25
+CONTESTANTS = {  # name: policy, options
+    "none": ("none",),
+    "fixed:4": ("fixed:4",),
+    "faser": ("faser",),
+    "run ahead": ("fixed:4", "--pipeline", "run_ahead"),
+    "ping-pong": ("fixed:4", "--pipeline", "ping_pong"),
 }
 FIGURES = ("tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99", "mean_accepted", "acceptance_rate")
 
 
 def run(context: Context) -> Result:
-    """Returns seconds by phase, and a row for each policy and number of clients."""
+    """Returns seconds by phase, and a row for each contestant and number of clients."""
     device = checked_device(context)
     found: Result = {"acceptance": ACCEPTANCE, "seconds": {}, "rows": []}
     shape = TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"]
+    loads, max_tokens, budget_s = ((1, 2), 8, 5) if context.is_tiny else ((1, 8, 32), 64, PROFILE_S)
     with tempfile.TemporaryDirectory(prefix="faser-serve-") as folder, ExitStack() as stack:
         root, last_s = Path(folder), time.monotonic()
 
@@ -60,34 +60,32 @@ def run(context: Context) -> Result:
 
         target, draft = (Path(context.checkpoint), None) if context.checkpoint else (root / "target", root / "draft")
         if draft is not None:
-            for directory, spec, wrong in ((target, shape.target, 0.0), (draft, shape.draft, 1.0 - ACCEPTANCE)):
-                write_planted(directory, spec, wrong, device, context.seed)
+            write_planted(target, shape.target, 0.0, device, context.seed)
+            write_planted(draft, shape.draft, 1.0 - ACCEPTANCE, device, context.seed)
+            torch.cuda.empty_cache()  # servers need the memory
         lap("checkpoints written")
         build_engines(target, draft, root / "engine", runtime="torch", dtype=DTYPE[context.device])
         lap("engines built")
-        torch.cuda.empty_cache()  # servers need the memory
-        budget = ["--quick", "--budget-s", "5" if context.is_tiny else PROFILE_S]
-        subprocess.run([sys.executable, "-m", "faser_backend.cli", "profile", *budget, str(root / "engine")], check=True)
+        faser = [sys.executable, "-m", "faser_backend.cli"]
+        subprocess.run([*faser, "profile", "--quick", f"--budget-s={budget_s}", str(root / "engine")], check=True)
         lap("profiled")
         client, expected = LoadClient(stack), {}
-        loads = (1, 2) if context.is_tiny else (1, 8, 32)
-        for index, (name, more) in enumerate(CONTESTANTS.items()):
-            if more and (context.is_tiny or draft is None):
+        for name, (policy, *pipeline) in CONTESTANTS.items():
+            if pipeline and (context.is_tiny or draft is None):
                 continue
-            options = ["--engine-dir", str(root / "engine"), "--max-num-seqs", str(max(loads))]
-            server = Server([*options, "--policy", name.partition(",")[0], *more], root / f"{index}.log")
+            options = ["--engine-dir", str(root / "engine"), "--max-num-seqs", str(max(loads)), "--policy", policy]
+            server = Server([*options, *pipeline], root / f"{name}.log")
             stack.callback(server.stop)
             server.wait_ready()
             lap(f"server ready, {name}")
             for clients in loads:
-                jobs = jobs_of(read_prompts(DEMO_PROMPTS), 2 * clients, 8 if context.is_tiny else 64, 0.0, context.seed)
+                jobs = jobs_of(read_prompts(DEMO_PROMPTS), 2 * clients, max_tokens, 0.0, context.seed)
                 client.run(server.url, jobs[:clients], clients)  # warm-up
                 answers, seconds = client.run(server.url, jobs, clients)
-                expected.setdefault(clients, answers)
-                row = {key: figure for key, figure in summarise(answers, seconds).items() if key in FIGURES}
-                different = count_different(answers, expected[clients])
-                found["rows"].append({"policy": name, "clients": clients, **row, "num_different": different})
-                context.save(found)
+                figures = summarise(answers, seconds)
+                row = {"policy": name, "clients": clients, **{key: figures[key] for key in FIGURES}}
+                row["num_different"] = count_different(answers, expected.setdefault(clients, answers))
+                found["rows"].append(row)
             server.stop()
             lap(f"served and stopped, {name}")
     return found
@@ -99,54 +97,41 @@ def write_planted(directory: Path, spec: ModelSpec, share_wrong: float, device: 
     seed: of the cycle, equal for target and draft. The demo pair's tokenizer goes with it.
     """
     rng = np.random.default_rng(seed)
-    spec = replace(spec, vocab_size=max(spec.vocab_size, CYCLE), tie_word_embeddings=False)
     order = rng.permutation(np.arange(1, CYCLE))  # id 0 ends texts
     is_wrong = rng.random(order.size) < share_wrong
     followers = np.where(is_wrong, np.roll(order, -2), np.roll(order, -1))  # a wrong one is on the cycle too
     generator = torch.Generator(device).manual_seed(seed)
-    hidden, heads, kv = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    hidden, inner, vocab_size = spec.hidden_size, spec.intermediate_size, max(spec.vocab_size, CYCLE)
+    heads, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
-    def drawn(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float32).bfloat16()
+    def drawn(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
+        return (scale * torch.randn(rows, columns, generator=generator, device=device)).bfloat16().cpu()
 
-    embedding = drawn(spec.vocab_size, hidden)
+    embedding = drawn(vocab_size, hidden)
     head = torch.zeros_like(embedding)
-    # Two tokens may share a wrong follower; it then answers to the sum of both.
-    head.index_add_(0, torch.as_tensor(followers, device=device), embedding[torch.as_tensor(order, device=device)])
+    head.index_add_(0, torch.as_tensor(followers), embedding[torch.as_tensor(order)])  # two may share a wrong follower
     layer = {
-        "self_attn.q_proj": drawn(heads, hidden) * hidden**-0.5,
-        "self_attn.k_proj": drawn(kv, hidden) * hidden**-0.5,
-        "self_attn.v_proj": drawn(kv, hidden) * hidden**-0.5,
-        "self_attn.o_proj": torch.zeros(hidden, heads),
-        "mlp.gate_proj": drawn(spec.intermediate_size, hidden) * hidden**-0.5,
-        "mlp.up_proj": drawn(spec.intermediate_size, hidden) * hidden**-0.5,
-        "mlp.down_proj": torch.zeros(hidden, spec.intermediate_size),
-        "input_layernorm": torch.ones(hidden),
-        "post_attention_layernorm": torch.ones(hidden),
-        "self_attn.q_norm": torch.ones(spec.head_dim),
-        "self_attn.k_norm": torch.ones(spec.head_dim),
+        f"self_attn.{name}_proj": drawn(rows, hidden, hidden**-0.5)
+        for name, rows in zip("qkv", (heads, kv, kv), strict=True)
     }
-    layer = {name: tensor.bfloat16().cpu() for name, tensor in layer.items()}
-    tensors = {
-        "model.embed_tokens": embedding.cpu(),
-        "lm_head": head.cpu(),
-        "model.norm": torch.ones(hidden).bfloat16(),
-    }
+    layer |= {f"mlp.{name}_proj": drawn(inner, hidden, hidden**-0.5) for name in ("gate", "up")}
+    layer |= {"self_attn.o_proj": torch.zeros(hidden, heads), "mlp.down_proj": torch.zeros(hidden, inner)}
+    layer |= {f"self_attn.{name}_norm": torch.ones(spec.head_dim) for name in "qk"}
+    layer |= {name: torch.ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
+    tensors = {"model.embed_tokens": embedding, "lm_head": head, "model.norm": torch.ones(hidden)}
     for index in range(spec.num_layers):
         tensors |= {f"model.layers.{index}.{name}": tensor.clone() for name, tensor in layer.items()}
     directory.mkdir()
-    save_file({f"{name}.weight": tensor for name, tensor in tensors.items()}, directory / "model.safetensors")
-    config = {
-        "model_type": "qwen3",
-        "hidden_act": "silu",
+    stored = {f"{name}.weight": tensor.bfloat16() for name, tensor in tensors.items()}
+    save_file(stored, directory / "model.safetensors")
+    config = {"model_type": "qwen3", "hidden_act": "silu", "eos_token_id": 0, "vocab_size": vocab_size}
+    config |= {
         "num_hidden_layers": spec.num_layers,
         "num_attention_heads": spec.num_heads,
-        "num_key_value_heads": spec.num_kv_heads,
-        "max_position_embeddings": spec.max_context,
-        "rms_norm_eps": spec.rms_eps,
-        "eos_token_id": 0,
+        "tie_word_embeddings": False,
     }
-    same = ("hidden_size", "head_dim", "intermediate_size", "vocab_size", "rope_theta", "tie_word_embeddings")
-    (directory / "config.json").write_text(json.dumps(config | {name: getattr(spec, name) for name in same}))
+    config |= {"num_key_value_heads": spec.num_kv_heads, "max_position_embeddings": spec.max_context}
+    config |= {name: getattr(spec, name) for name in ("hidden_size", "head_dim", "intermediate_size", "rope_theta")}
+    (directory / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((DEMO_PAIR / "target" / name).read_bytes())

@@ -283,12 +283,8 @@ class TestGraphsThatStay:
         open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
         rows = torch.ones(2)
         alive = weakref.ref(rows)
-
-        def launch(rows: torch.Tensor = rows) -> None:
-            machine.product()
-
-        call = RepeatedLaunch(launch, MachineCapturer(machine, GraphCounts()), "a call")
-        del rows, launch
+        call = RepeatedLaunch(lambda rows=rows: machine.product(), MachineCapturer(machine, GraphCounts()), "a call")
+        del rows
         for _ in range(3):
             call()
         assert alive() is not None

@@ -87,6 +87,7 @@ def pair_of(directory: Path) -> tuple[EngineManifest, ModelPair]:
     return manifest, ModelPair(manifest.target, manifest.draft)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 class TestOnTheCpu:
     @pytest.mark.parametrize(
         "options",

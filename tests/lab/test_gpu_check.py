@@ -17,7 +17,7 @@ import torch
 from faser_backend.engines.build import build_engines
 from faser_backend.lab import shapes
 from faser_backend.lab.environment import parse_gpu, without_paths
-from faser_backend.lab.gpu import first_contact, kernels, ladder, parity, speed
+from faser_backend.lab.gpu import first_contact, kernels, parity, serve, speed
 from faser_backend.lab.gpu.command import PARTS
 from faser_backend.lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
 from faser_backend.lab.gpu.pairs import model_pair, random_tensors
@@ -61,7 +61,7 @@ def test_without_a_gpu_the_command_says_so_and_its_parts_fail_by_name(tmp_path: 
     done = gpu_check("--parts", "sms", "--tiny", "--output", tmp_path / "found.json")
     assert done.returncode == 1 and done.stderr.startswith("no GPU: ")
     assert re.search(r"\| sms \| failed \|.*sees no GPU", done.stdout)
-    for part in (parity.torch_runtime, ladder.demo, first_contact.run):
+    for part in (parity.torch_runtime, serve.run, first_contact.run):
         with pytest.raises(RuntimeError, match=r"device = 'cuda': torch .* would compute on 'cpu'"):
             part(tiny("cuda"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def test_costs_are_those_of_this_device(engine: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(calibration, "TOKENS_EACH", 6)
     monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, num_requests=4))
     profile = profile_engine(engine, is_quick=True)
-    assert profile.fingerprint.device["torch"] == torch.__version__ and "numba" not in profile.fingerprint.device
+    assert profile.fingerprint.device["torch"] == version("torch") and "numba" not in profile.fingerprint.device
     profile.save(engine)
     manifest = EngineManifest.load(engine)
     costs = load_knowledge(engine, manifest).costs
