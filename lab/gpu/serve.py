@@ -27,7 +27,7 @@ from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.pairs import DTYPE, checked_device
 from faser_backend.lab.prompts import DEMO_PROMPTS
 from faser_backend.lab.shapes import PAIRS, TINY_PAIR
-from faser_backend.serving.demo_engine import DEMO_PAIR
+from faser_backend.places import DEMO_PAIR
 from faser_backend.text.prompts import read_prompts
 
 ACCEPTANCE = 0.75
