@@ -20,11 +20,9 @@ import torch
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
-from faser_backend.core.errors import FaserError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.cuda.runtime import CudaRuntime
-from faser_backend.cuda.segment import Launch
 from faser_backend.cuda.streams import open_menu
 from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.device.runtime import ModelPair
@@ -35,7 +33,7 @@ from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from faser_backend.serving.warm_up import warm_up
-from tests.support.capture_machine import CaptureMachine, MachineCapturer, computed, watch
+from tests.support.capture_machine import CaptureMachine, MachineCapturer, watch
 from tests.support.fake_cuda import FakeDriver
 from tests.support.forcing import Change, Forced
 from tests.support.harness import guessed, request
@@ -158,23 +156,6 @@ class TestFirstProducts:
         assert len(machine.workspaces) == 2, "one per stream that the thread queued on"
 
 
-class OldCapturer(MachineCapturer):
-    """The earlier capturer: a failed capture raises, and leaves the allocator in the graph's pool."""
-
-    def capture(self, launch: Launch, what: str) -> Launch:
-        graph = self._cuda.CUDAGraph()
-        try:
-            with self._cuda.stream(self._cuda.Stream(0)):
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                try:
-                    launch()
-                finally:
-                    graph.capture_end()
-        except RuntimeError as error:
-            raise FaserError(f"{what}: cannot be captured as a CUDA graph") from error
-        return computed(self._machine, graph.replay, launch)
-
-
 class OldCallCache(CallCache):
     """The earlier cache: it evicts the least recently used call with its graph."""
 
@@ -211,15 +192,6 @@ class TestFailedCaptures:
         capturer.capture(lambda: self.waiting(machine, []), "a call that waits")
         good()
         assert not machine.broken
-
-    def test_the_earlier_way_left_the_pool_open_and_had_no_other_way_to_run(self) -> None:
-        machine = self.machine()
-        capturer = OldCapturer(machine, GraphCounts())
-        for launch in (lambda: self.waiting(machine, []), machine.product):
-            with pytest.raises(FaserError, match="cannot be captured"):
-                capturer.capture(launch, "a call")
-        machine.product()
-        assert machine.broken == ["memory was taken from the pool of a failed capture"]
 
     def test_garbage_is_collected_before_and_after_a_capture_only(self) -> None:
         machine, collecting = self.machine(), []

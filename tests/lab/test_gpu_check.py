@@ -9,20 +9,26 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.request import Request, Sampling
 from faser_backend.engines.build import build_engines
 from faser_backend.lab import shapes
+from faser_backend.lab.drive import write_all
 from faser_backend.lab.environment import parse_gpu, without_paths
-from faser_backend.lab.gpu import first_contact, kernels, parity, serve, speed
+from faser_backend.lab.gpu import first_contact, kernels, parity, serve
 from faser_backend.lab.gpu.command import PARTS
 from faser_backend.lab.gpu.harness import Context, Outcome, Part, Setting, run_parts
-from faser_backend.lab.gpu.pairs import model_pair, random_tensors
 from faser_backend.lab.gpu.report import Report, default_path
 from faser_backend.lab.gpu.sms import check_split, overlap_of, ranges
+from faser_backend.serving.compose import build_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 torch.set_num_threads(1)
@@ -127,21 +133,6 @@ def test_splits_of_sms_are_judged():
     assert overlap_of((0.0, 4.0), (3.0, 13.0)) == 0.25 and overlap_of((0.0, 4.0), (5.0, 9.0)) == 0.0
 
 
-def test_the_probe_compiles_and_reads_the_sm_and_the_clock():
-    code = (
-        "from faser_backend.lab.gpu.sms import sm_probe_kernel as k\n"
-        "from faser_backend.plugins.compile import compile_kernel\n"
-        "types = {'sms': '*i32', 'starts': '*i64', 'ends': '*i64', 'spin_ns': 'i32'}\n"
-        "ptx = compile_kernel(k, types, {}, 90, num_warps=8).ptx\n"
-        "assert '%smid' in ptx and '%globaltimer' in ptx"
-    )
-    clean = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-
-
 def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch):
     """Weights of runtime llvm replace engines, which need a GPU."""
 
@@ -161,19 +152,6 @@ def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch):
     assert pair["target"]["num_different"] == pair["draft"]["num_different"] == head["target"]["num_different"] == 0
 
 
-def test_synthetic_weights_keep_hidden_states_near_one():
-    spec = shapes.TINY_PAIR.target
-    weights = random_tensors(spec, "fp32", torch.device("cpu"), 0)
-    assert weights.embedding.std().item() == pytest.approx(1.0, abs=0.05)
-    assert weights.layers[0].qkv.shape == ((4 + 2 * 2) * 16, 64)
-    again = random_tensors(spec, "fp32", torch.device("cpu"), 0)
-    assert torch.equal(weights.layers[2].down, again.layers[2].down)
-    pair = model_pair(shapes.TINY_PAIR, "fp32")
-    assert pair.draft is not None
-    assert [(each.first_layer, each.last_layer) for each in pair.target.segments] == [(0, 1), (1, 3)]
-    assert pair.target.segments[0].has_exit_scores and not pair.draft.segments[0].has_exit_scores
-
-
 def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch: pytest.MonkeyPatch):
     right = kernels.exit_scores
     monkeypatch.setattr(kernels, "exit_scores", lambda *tensors: (right(*tensors), tensors[-1].mul_(1.1)))
@@ -182,13 +160,19 @@ def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch
     assert {case["kernel"] for case in found["cases"] if not case["is_right"]} == {"exit_scores", "gated_silu"}
 
 
-def test_speeds_are_measured_where_there_is_no_gpu_too():
-    found = speed.peaks(tiny()) | speed.bandwidth(tiny())
-    for name in ("copies", "products", "attention"):
-        assert found[name] and all(value > 0 for row in found[name] for value in row.values())
-
-
 def test_bytes_by_hand():
     shape = shapes.AttentionShape(2, 32, 1, num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=16)
     pool, chunk, queries, indices = 2 * 2 * 32 * 2 * 8, 4 * 2 * 2 * 8, 2 * 2 * 4 * 8, 2 * 3 + 5 + 2
     assert shapes.attention_bytes(shape, 2) == 2 * (pool + chunk + queries) + 4 * indices
+
+
+def test_planted_drafts_are_right_with_the_planted_probability(tmp_path: Path):
+    spec = replace(shapes.TINY_PAIR.target, hidden_size=256)
+    for name, share_wrong in (("target", 0.0), ("draft", 0.25)):
+        serve.write_planted(tmp_path / name, spec, share_wrong, torch.device("cpu"), 3)
+    build_engines(tmp_path / "target", tmp_path / "draft", tmp_path / "engine")
+    config = EngineConfig.from_options(policy="fixed:1")
+    with closing(build_engine(tmp_path / "engine", config)) as engine:
+        write_all(engine, [Request("a", np.array([7]), 180, Sampling())])
+        metrics = engine.metrics()
+    assert metrics.num_accepted / metrics.num_drafted == pytest.approx(0.75, abs=0.1)
