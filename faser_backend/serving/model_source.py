@@ -115,10 +115,10 @@ def _download(name: str, repository: str, revision: str | None, file: str | None
 
     class Bar(tqdm):
         def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options | {"file": io.StringIO()})
+            super().__init__(*args, **options | {"file": io.StringIO(), "leave": False})
 
-        def display(self, *_: Any, **__: Any) -> None:
-            if self.unit == "B" and self.total:
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if msg is None and self.unit == "B" and self.total:  # closing a bar shows an empty text
                 log.info(f"downloading {name}: {size_text(self.n)} of {size_text(self.total)}")
 
     logging.set_verbosity_error()  # errors are reported below

@@ -137,6 +137,9 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
     assert run("cache", "list")[:2] == (0, f"{engine.name}  0 MB, {pair}/target with draft {draft}\n")
     assert "error: other: no such engine" in run("cache", "remove", "other")[2]
     assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {}
+    monkeypatch.setattr(model_source, "cached_engine", lambda target, draft: draft.name)
+    known = shutil.copytree(pair / "target", pair / "SmolLM2-135M-Instruct-fp16", dirs_exist_ok=True)
+    assert find_engine(RunOptions(model=str(known)))["engine_dir"] == "smollm2-head"
 
 
 @pytest.mark.parametrize("line", ["{}: {}\n", "{} = {}\n"], ids=["yaml", "toml"])
