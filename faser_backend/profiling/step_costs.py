@@ -56,10 +56,11 @@ class StepMeter:
         self._times: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by draft tokens and sequences
 
     def visit(self) -> None:
-        """Runs some steps of each kind."""
-        for num_draft_tokens in LENGTHS:
-            with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{num_draft_tokens}"))) as engine:
-                wait_for_calls(engine, self._runtime)
+        """Runs some steps of each kind, on one engine: on a GPU, opening one takes seconds."""
+        with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{max(LENGTHS)}"))) as engine:
+            wait_for_calls(engine, self._runtime)
+            for num_draft_tokens in LENGTHS:
+                engine.step_runner.scheduler.policy = ProbePolicy(num_draft_tokens)
                 for num_sequences in LOADS:
                     phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._effort.num_steps, self._rng)
                     self._times.setdefault((num_draft_tokens, num_sequences), []).extend(map(_outside, phases))
