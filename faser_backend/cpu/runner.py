@@ -20,7 +20,7 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import TWO_PARTS, ModelSpec, rotary_tables
 from faser_backend.cpu.kernels import attention
-from faser_backend.cpu.kernels.attention import TILE_ROWS, scratch_width
+from faser_backend.cpu.kernels.attention import space_size, tile_rows
 from faser_backend.cpu.kernels.compilation import Kernel
 from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel, scratch_size
 from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, SHARED_ROWS, segment_kernel
@@ -30,7 +30,7 @@ from faser_backend.cpu.weights import WeightFile, segment_tables, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
-ROWS_TO_READ = 5  # number of rows whose arithmetic takes as long as reading their keys and values
+PAIRS_TO_READ = 5  # pairs (row, query head) whose arithmetic takes as long as reading keys and values
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
 
 
@@ -187,7 +187,6 @@ class LlvmRunner:
         counts, num_rows, num_logits = rows.rows_per_sequence, rows.num_rows, rows.logit_rows.size
         last_tokens = rows.context_lens + counts
         check_blocks(self.pool, rows.block_tables, int(last_tokens.max()))
-        bounds = unit_bounds(spec, counts, last_tokens, self.num_threads)
         state = view(f"hidden.{segment}", num_rows, spec.hidden_size)
         if hidden is not None:
             state[:] = hidden
@@ -210,14 +209,13 @@ class LlvmRunner:
         )  # fmt: skip
         constants = (
             self._storage, self._weights.data, tables.matrices, self._end_matrices, tables.vectors,
-            tables.vector_offsets, self._last_norm, self._cos, self._sin, np.array(bounds, np.int64), tables.sizes,
-            self._eps, self._scale, candidates is not None,
+            tables.vector_offsets, self._last_norm, self._cos, self._sin, attention_items(spec, counts, rows),
+            tables.sizes, self._eps, self._scale, candidates is not None,
         )  # fmt: skip
-        width = -(-int(last_tokens.max()) // self.pool.kv_block_size) * self.pool.kv_block_size
         calls = [
             (
                 *(thread, self.num_threads, self._barrier, *shared),
-                *(*self._work_space(thread, num_rows, width), self._extras(thread, num_rows), *constants),
+                *(*self._work_space(thread, num_rows), self._extras(thread, num_rows), *constants),
             )
             for thread in range(self.num_threads)
         ]
@@ -228,19 +226,18 @@ class LlvmRunner:
                 self.pool.features[layer][blocks, offsets] = of_layer
         return CallResults(state, logits, scores)
 
-    def _work_space(self, thread: int, num_rows: int, num_columns: int) -> tuple[np.ndarray, ...]:
+    def _work_space(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
         """Returns a thread's work space: normed and packed rows, which many rows' threads share, and its own.
 
-        These are the scratch of products, attention's scores and a widened block.
+        These are products' and attention's.
         """
         spec, view = self.spec, self._own[thread].view
-        columns, view_rows = scratch_width(num_columns), self._view_of_rows(thread, num_rows)
+        view_rows = self._view_of_rows(thread, num_rows)
         return (
             view_rows("normed", num_rows, spec.hidden_size),
             view_rows("packed", packed_size(self._most_inputs, num_rows)),
             self._strip(thread),
-            view("scores", TILE_ROWS, columns),
-            view("widened", self.pool.kv_block_size, spec.head_dim),
+            view("space", space_size(spec.head_dim, spec.num_heads // spec.num_kv_heads)),
         )
 
     def _view_of_rows(self, thread: int, num_rows: int) -> Callable[..., np.ndarray]:
@@ -282,20 +279,22 @@ class LlvmRunner:
                 raise error
 
 
-def unit_bounds(spec: ModelSpec, counts: np.ndarray, last_tokens: np.ndarray, num_threads: int) -> list[int]:
-    """Divides the units of attention (one KV head of one sequence) among threads; returns num_threads + 1 bounds.
+def attention_items(spec: ModelSpec, counts: np.ndarray, rows: RowBatch) -> np.ndarray:
+    """Returns the items of attention (see cpu/kernels/attention.py), [N, 4] int64, those that take longest first.
 
-    counts [B]: rows; last_tokens [B]: tokens that a sequence's last row sees. Every thread gets about the same number
-    of bytes to read, with arithmetic counted as bytes by ROWS_TO_READ.
+    counts [B]: rows of the sequences. An item's time is counted in pairs (row, query head) times columns.
     """
-    bounds = [0, counts.size * spec.num_kv_heads]
-    if num_threads > 1:
-        reads = counts * (spec.num_heads // spec.num_kv_heads) + (ROWS_TO_READ - 1)
-        before = np.concatenate([[0], np.cumsum(reads * last_tokens)])
-        goals = before[-1] * np.arange(1, num_threads) / num_threads
-        units = np.interp(goals, before, np.arange(counts.size + 1) * spec.num_kv_heads)
-        bounds[1:1] = np.rint(units).astype(np.int64).tolist()
-    return bounds
+    heads_per_kv = spec.num_heads // spec.num_kv_heads
+    most_rows = tile_rows(heads_per_kv)
+    tiles = np.maximum(-(-counts // most_rows), 1)  # one also without rows: more items mean that rows are shared
+    sequences = np.repeat(np.arange(counts.size), tiles)
+    first = (np.arange(sequences.size) - (np.cumsum(tiles) - tiles)[sequences]) * most_rows
+    num_rows = np.minimum(counts[sequences] - first, most_rows)
+    times = (num_rows * heads_per_kv + PAIRS_TO_READ) * (rows.context_lens[sequences] + first + num_rows)
+    order = np.repeat(np.argsort(-times, kind="stable"), spec.num_kv_heads)
+    kv_heads = np.arange(order.size) % spec.num_kv_heads
+    columns = (sequences[order], kv_heads, (rows.cu_rows[sequences] + first)[order], num_rows[order])
+    return np.stack(columns, axis=1).astype(np.int64)
 
 
 def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import errno
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -18,26 +21,34 @@ from numba.core import caching, config
 from numpy.typing import DTypeLike
 
 from faser_backend.cpu.kernels import compilation
-from faser_backend.cpu.kernels.attention import POOL_DTYPES, TILE_ROWS, attend_units, scratch_width
+from faser_backend.cpu.kernels.attention import PAIRS, POOL_DTYPES, attend_item, space_size, tile_rows, write_rows
 from faser_backend.cpu.kernels.compilation import Kernel, compile_kernel, f32, i64
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @cache
 def attention_kernel(head_dim: int, pool_dtype: str = "fp32") -> Kernel:
-    """Returns attend_units alone as a kernel for Python; pools of halves are passed as uint16."""
+    """Returns a kernel for Python that writes keys and values, then computes items; halves are passed as uint16."""
     pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), compilation.source_stamp()
-    arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], f32[3], f32[2], f32[2])
-    signature = numba.void(*arrays, numba.int64, numba.int64, numba.float32, numba.boolean)
+    arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], f32[3], i64[2], f32[1])
+    signature = numba.void(*arrays, numba.float32)
 
     def kernel(  # noqa: PLR0917 - kernels take their arguments by position
-        q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened, first_unit, last_unit,
-        scale, attends,
+        q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, items, space, scale
     ):  # fmt: skip
         _ = stamp
-        attend_units(
-            q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened, first_unit,
-            last_unit, scale, attends, head_dim,
-        )  # fmt: skip
+        for unit in range(context_lens.size * k.shape[1]):
+            b, kv_head = unit // k.shape[1], unit % k.shape[1]
+            blocks, context, rows = block_table[b], context_lens[b], slice(cu_rows[b], cu_rows[b + 1])
+            write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
+            write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
+        for i in range(items.shape[0]):
+            b, kv_head, first, num_rows = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
+            position, blocks = context_lens[b] + first - cu_rows[b], block_table[b]
+            attend_item(
+                q, k_pool, v_pool, blocks, position, first, num_rows, kv_head, attended, space, scale, head_dim
+            )  # fmt: skip
 
     return compile_kernel(kernel, signature)
 
@@ -56,19 +67,23 @@ class Call:
     context_lens: np.ndarray  # [B]
     scale: float
 
-    def run(self, units: list[int] | None = None, *, attends: bool = True) -> np.ndarray:
-        """Writes the pools. units: borders of the ranges that are called one after another."""
-        num_units = len(self.context_lens) * self.k.shape[1]
+    def items(self, tile: int) -> np.ndarray:
+        """Returns all items, of up to `tile` rows."""
+        items = [(b, kv_head, first, min(tile, end - first)) for b, (begin, end) in enumerate(pairwise(self.cu_rows))
+                 for first in range(begin, end, tile) for kv_head in range(self.k.shape[1])]  # fmt: skip
+        return np.array(items, np.int64)
+
+    def run(self, items: np.ndarray | None = None) -> np.ndarray:
+        """Writes the pools and computes the items, all by default."""
+        heads_per_kv = self.q.shape[1] // self.k.shape[1]
+        items = self.items(tile_rows(heads_per_kv)) if items is None else items
         attended = np.full_like(self.q, np.nan)
-        width = scratch_width(self.block_table.shape[1] * self.k_pool.shape[2])
-        scratch = np.full((TILE_ROWS, width), np.nan, np.float32)
-        widened = np.full(self.k_pool.shape[2:], np.nan, np.float32)
+        space = np.full(space_size(self.q.shape[2], heads_per_kv), np.nan, np.float32)
         has_halves = self.k_pool.dtype == np.float16
         pools = (pool.view(np.uint16) if has_halves else pool for pool in (self.k_pool, self.v_pool))
         packed = (self.q, self.k, self.v, *pools, self.block_table, self.cu_rows, self.context_lens)
-        for first, last in pairwise(units or [0, num_units]):
-            kernel = attention_kernel(self.q.shape[2], "fp16" if has_halves else "fp32")
-            kernel(*packed, attended, scratch, widened, first, last, self.scale, attends)
+        kernel = attention_kernel(self.q.shape[2], "fp16" if has_halves else "fp32")
+        kernel(*packed, attended, items, space, self.scale)
         return attended
 
     def expected(self) -> np.ndarray:
@@ -88,17 +103,16 @@ class Call:
                     out[row, head] = weights @ values / weights.sum()
         return out
 
-    def alone(self, sequence: int, num_rows: int) -> Call:
-        """Returns a call of the sequence's first num_rows rows alone, in other blocks of another pool."""
-        begin, num_blocks = self.cu_rows[sequence], self.block_table.shape[1]
-        rows = slice(begin, begin + num_rows)
+    def alone(self, sequence: int) -> Call:
+        """Returns a call of one sequence, in other blocks of another pool."""
+        rows, num_blocks = slice(*self.cu_rows[sequence : sequence + 2]), self.block_table.shape[1]
         table = np.arange(num_blocks)[::-1].copy()
         pools = [np.full_like(pool[:, :num_blocks], np.nan) for pool in (self.k_pool, self.v_pool)]
         for mine, pool in zip(pools, (self.k_pool, self.v_pool), strict=True):
             mine[:, table] = pool[:, self.block_table[sequence]]
         context_lens = self.context_lens[sequence : sequence + 1]
         packed = [x[rows].copy() for x in (self.q, self.k, self.v)]
-        return Call(*packed, *pools, table[None], np.array([0, num_rows]), context_lens, self.scale)
+        return Call(*packed, *pools, table[None], np.array([0, len(packed[0])]), context_lens, self.scale)
 
 
 def make_call(
@@ -143,15 +157,14 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16])
 
 @BOTH_DTYPES
 @pytest.mark.parametrize(
-    ("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (3, 64, 1), (2, 24, 4), (8, 24, 6), (4, 8, 16), (8, 8, 1)]
+    ("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (3, 64, 1), (2, 24, 4), (8, 24, 6), (100, 8, 16), (8, 8, 1)]
 )
 def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(
     heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike
 ):
     seed = 10 * block + heads_per_kv
     call = random_call(seed, block=block, heads_per_kv=heads_per_kv, head_dim=head_dim, dtype=dtype)
-    attended = call.run()
-    assert np.abs(attended - call.expected()).max() <= 2e-6 * np.abs(call.v).max()
+    assert np.abs(call.run() - call.expected()).max() <= 2e-6 * np.abs(call.v).max()
 
 
 @BOTH_DTYPES
@@ -162,8 +175,7 @@ def test_keys_and_values_reach_their_positions_and_no_others(dtype: DTypeLike):
         position = call.context_lens[b] + np.arange(end - begin)
         for name, new in (("k", call.k), ("v", call.v)):
             expected[name][:, call.block_table[b, position // 4], position % 4] = new[begin:end].swapaxes(0, 1)
-    attended = call.run(attends=False)
-    assert np.isnan(attended).all()
+    assert np.isnan(call.run(call.items(8)[:0])).all()
     np.testing.assert_array_equal(call.k_pool, expected["k"])
     np.testing.assert_array_equal(call.v_pool, expected["v"])
 
@@ -176,7 +188,7 @@ def test_halves_are_rounded_as_numpy_rounds_and_stay_finite(dtype: DTypeLike):
     call.k[0, 0, :4] = [1 + 2**-11, 1 + 3 * 2**-11, 2**-25, -(2**-24)]  # halfway up and down, and subnormal
     call.v[:] = call.k[::-1]
     call.k[1, 1, :4] = [65504, 65520, 1e30, -1e30]
-    call.run(attends=False)
+    call.run(call.items(8)[:0])
     most = np.finfo(dtype).max
     for pool, new in ((call.k_pool, call.k), (call.v_pool, call.v)):
         found = pool[:, call.block_table[0]].reshape(2, -1, 24)[:, :40].swapaxes(0, 1)
@@ -184,26 +196,47 @@ def test_halves_are_rounded_as_numpy_rounds_and_stay_finite(dtype: DTypeLike):
 
 
 @BOTH_DTYPES
-def test_any_ranges_of_units_give_the_same_bits(dtype: DTypeLike):
-    call = random_call(5, heads_per_kv=2, num_kv_heads=3, dtype=dtype)
-    attended, num_units = call.run(), 3 * len(call.context_lens)
-    for borders in (range(num_units + 1), [0, 1, num_units - 1, num_units], [0, 0, num_units // 2, num_units]):
-        np.testing.assert_array_equal(call.run(list(borders)), attended)
-
-
-@BOTH_DTYPES
-@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1)])
-def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike):
-    """Compares chunks of 1 to 9 rows, ending anywhere in a block and a tile, with calls of fewer rows."""
-    rng = np.random.default_rng(head_dim)
-    num_rows, contexts = list(range(1, 10)), rng.integers(0, 120, 9).tolist()
-    call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block, dtype=dtype)
-    parts = [(b, fewer) for b in range(9) for fewer in range(1, num_rows[b] + 1)]
-    calls = [call.alone(b, fewer) for b, fewer in parts]  # from the pools before the call
+def test_any_tiles_in_any_order_give_the_same_bits(dtype: DTypeLike):
+    rng = np.random.default_rng(5)
+    call = make_call(rng, [130, 1, 0, 47], [0, 70, 3, 119], heads_per_kv=2, num_kv_heads=3, dtype=dtype)
     attended = call.run()
-    for (b, fewer), part in zip(parts, calls, strict=True):
-        begin = call.cu_rows[b]
-        np.testing.assert_array_equal(part.run(), attended[begin : begin + fewer])
+    for tile in (1, 3, 16, 31, 48):
+        np.testing.assert_array_equal(call.run(rng.permutation(call.items(tile))), attended)
+
+
+ANOTHER_CPU = """
+import sys
+from faser_backend.cpu.kernels import attention_vectors
+attention_vectors.PAIRS = int(sys.argv[1])
+from faser_backend.cpu.kernels import attention
+from tests.cpu.test_attention import np, random_call
+assert attention.PAIRS == int(sys.argv[1])
+np.save(sys.argv[2], random_call(7, heads_per_kv=3, head_dim=88).run())
+"""
+
+
+def test_pairs_of_another_cpu_give_the_same_bits(tmp_path: Path):
+    """Inner loops take 1 or 4 pairs. Compiled code is kept per process and folder: another CPU is another of both."""
+    command = [sys.executable, "-c", ANOTHER_CPU, str(5 - PAIRS), str(tmp_path / "other.npy")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run(command, env=environment, check=True, timeout=200)
+    np.testing.assert_array_equal(np.load(tmp_path / "other.npy"), random_call(7, heads_per_kv=3, head_dim=88).run())
+
+
+def test_8000_tokens_are_as_exact_as_few_and_another_order_of_columns_would_be_noticed():
+    """Negative control: the same columns in reverse give the same numbers, rounded otherwise."""
+    call = make_call(np.random.default_rng(9), [2], [7998], heads_per_kv=3, num_kv_heads=1)
+    attended = call.run()
+    assert np.abs(attended - call.expected()).max() <= 2e-6 * np.abs(call.v).max()
+    call.cu_rows, call.context_lens = np.array([0, 1]), np.array([7999])
+    call.q, call.k, call.v = (x[1:].copy() for x in (call.q, call.k, call.v))
+    np.testing.assert_array_equal(call.run(), attended[1:])
+    for pool, last in ((call.k_pool, call.k), (call.v_pool, call.v)):
+        pool[:, call.block_table[0]] = pool[:, call.block_table[0, ::-1], ::-1]
+        last[0] = pool[:, call.block_table[0, -1], -1]
+    turned = call.run()
+    assert (turned != attended[1:]).any()
+    assert np.abs(turned - attended[1:]).max() <= 4e-6 * np.abs(call.v).max()
 
 
 def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> np.ndarray:
@@ -218,13 +251,15 @@ def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> 
 
 
 @BOTH_DTYPES
-def test_a_chunk_has_the_bits_of_its_rows_one_by_one(dtype: DTypeLike):
-    """Greedy decoding relies on this: the length of a verified chunk changes no bit."""
-    call = make_call(np.random.default_rng(8), [9], [37], heads_per_kv=2, block=4, dtype=dtype)
-    steps = copy.deepcopy(call)
-    np.testing.assert_array_equal(run_one_by_one(steps), call.run())
-    np.testing.assert_array_equal(steps.k_pool, call.k_pool)
-    np.testing.assert_array_equal(steps.v_pool, call.v_pool)
+@pytest.mark.parametrize(("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (2, 24, 4), (3, 8, 1)])
+def test_a_row_has_the_same_bits_in_any_company(heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike):
+    """Compares chunks that end anywhere in a block with their rows one by one: what is verified changes no bit."""
+    rng = np.random.default_rng(head_dim)
+    num_rows, contexts = list(range(1, 10)), rng.integers(0, 120, 9).tolist()
+    call = make_call(rng, num_rows, contexts, heads_per_kv=heads_per_kv, head_dim=head_dim, block=block, dtype=dtype)
+    calls = [call.alone(b) for b in range(9)]  # from the pools before the call
+    attended = call.run()
+    np.testing.assert_array_equal(np.concatenate([run_one_by_one(each) for each in calls]), attended)
 
 
 def test_rows_that_are_read_before_they_are_rounded_would_be_noticed():

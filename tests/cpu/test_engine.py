@@ -126,7 +126,7 @@ def threads():
     return max(each["num_threads"] for each in threadpool_info() if each["filepath"] in numpys)
 
 before = threads()
-engine, _ = open_engine(Path(sys.argv[1]), EngineManifest.load(Path(sys.argv[1])), EngineConfig.from_options())
+engine = open_engine(Path(sys.argv[1]), EngineManifest.load(Path(sys.argv[1])), EngineConfig.from_options())
 print(before, threads())
 engine.close()
 """

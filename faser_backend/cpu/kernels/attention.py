@@ -1,19 +1,19 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Attention of packed rows over a paged KV pool on a CPU, compiled by numba; `plugins/reference.py` defines the result.
 
-The work is divided into units, one KV head of one sequence each. A unit writes its new keys and values to the pool and
-then attends tile by tile. A tile is up to TILE_ROWS pairs (row, query head), which share each block of keys and values
-while it is in the cache.
+The work is divided into items, one KV head of one sequence and a tile of its rows each; threads take the next item when
+they have done one. An item reads the pool in groups of COLUMNS columns: it transposes the keys, once for all pairs
+(row, query head) of the tile, computes scores, turns them into weights relative to the largest score so far, and adds
+the weighted values up. Sums of older groups take a factor when a larger score is found.
 
-A pool holds float32 or halves. Halves are widened block by block, once for all pairs of a tile, and all arithmetic is
-float32. Attention of many sequences is bound by memory: halves are half the bytes, values are prefetched while keys are
-read, and the next unit's keys while values are read.
+A pool holds float32 or halves; all arithmetic is float32. Attention of many sequences is bound by memory: halves are
+half the bytes, and the next group is prefetched.
 
-The bits of a row's result depend on its query, the keys and values that it sees, its position and the block size, not
-on other rows, sequences or units, nor on which blocks hold the context. All pairs run through the same code. Vector
-code sums products in a fixed order, in groups of four columns aligned to blocks. A softmax covers exactly the columns
-that its row sees. A row with fewer columns than the longest of its tile mixes the others with weight 0, which changes
-no bit, because this call wrote them and they are finite. Columns behind the longest row of a tile are never read.
+The bits of a row's result depend on its query, the keys and values that it sees and its position, not on other rows,
+sequences, items or tiles, nor on which blocks hold the context. A score is summed along head_dim, a result along the
+columns, one by one; the sum of a group's weights has one order, because its loop is compiled once. A row mixes columns
+behind it, which a row beside it sees, with weight 0; this changes no bit, because this call wrote them and they are
+finite.
 """
 
 from __future__ import annotations
@@ -21,19 +21,33 @@ from __future__ import annotations
 import numba
 import numpy as np
 from llvmlite import binding
-from numba.extending import overload
 
-from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
+from faser_backend.cpu.kernels.attention_vectors import (
+    COLUMNS,
+    FACTOR,
+    LARGEST,
+    PAIRS,
+    TOTAL,
+    mix_pairs,
+    score_pairs,
+    transpose_keys,
+)
 from faser_backend.cpu.kernels.rows import LOG2_E, ONE, exp2, inlined, inlined_reassociated, spliced
-from faser_backend.cpu.kernels.vectors import GROUP, LANES, copy_row, mix_group, prefetch, score_group
+from faser_backend.cpu.kernels.vectors import copy_row
 
-TILE_ROWS = 8  # pairs of a tile
+TILE_PAIRS = 96  # of an item, at most, unless a single row has more
+LEAST_SCORE = np.float32(-1e38)
 POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's names; numba has no halves
 
 
-def scratch_width(num_columns: int) -> int:
-    """Returns the columns of `scratch` for a block table that covers num_columns positions."""
-    return -(-(num_columns + GROUP) // LANES) * LANES
+def space_size(head_dim: int, heads_per_kv: int) -> int:
+    """Returns the floats of a thread's `space`."""
+    return max(TILE_PAIRS, heads_per_kv) * (2 * head_dim + COLUMNS + 3) + head_dim * COLUMNS + 2 * COLUMNS
+
+
+def tile_rows(heads_per_kv: int) -> int:
+    """Returns the most rows of an item."""
+    return max(TILE_PAIRS // heads_per_kv, 1)
 
 
 def has_halves() -> bool:
@@ -48,83 +62,100 @@ def kernel_directory() -> str:
 
 
 @inlined
-def attend_units(
-    q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, scratch, widened, first_unit, last_unit,
-    scale, attends, head_dim,
+def attend_item(
+    q, k_pool, v_pool, blocks, position, first_row, num_rows, kv_head, attended, space, scale, head_dim
 ):  # fmt: skip
-    """Computes the units [first_unit, last_unit) of a call; unit = sequence * Hkv + KV head.
+    """Computes one KV head's part of attended for num_rows rows of a sequence, the first at this position.
 
-    It is inlined into kernels, where head_dim is a constant. q, attended [T, H, head_dim] and k, v [T, Hkv, head_dim]
-    are rotated; query head h belongs to KV head h // (H // Hkv). Pools [Hkv, NB, block, head_dim] are written in place.
-    block_table [B, MB], cu_rows [B + 1] and context_lens [B], the position of a sequence's first row, are int64.
-    scratch [TILE_ROWS, scratch_width(MB * block)] and widened [block, head_dim] are the calling thread's. If `attends`
-    is False, keys and values are written and no row attends. Nothing is checked: indices that do not fit access foreign
-    memory.
+    It is inlined into kernels, where head_dim is a constant. q, attended [T, H, head_dim], q rotated; query head h
+    belongs to KV head h // (H // Hkv). Pools [Hkv, NB, block, head_dim] hold the rows' own keys and values. blocks
+    [MB] int64. space [space_size(head_dim, H // Hkv)] is the calling thread's. Nothing is checked: indices that do not
+    fit access foreign memory.
     """
-    num_kv_heads = k_pool.shape[0]
-    heads_per_kv = q.shape[1] // num_kv_heads
-    for unit in range(first_unit, last_unit):
-        sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
-        first_row, num_rows = cu_rows[sequence], cu_rows[sequence + 1] - cu_rows[sequence]
-        context, blocks = context_lens[sequence], block_table[sequence]
-        next_sequence, next_kv_head = (unit + 1) // num_kv_heads, (unit + 1) % num_kv_heads
-        rows = slice(first_row, first_row + num_rows)
-        write_rows(k_pool[kv_head], blocks, context, k[rows, kv_head], head_dim)
-        write_rows(v_pool[kv_head], blocks, context, v[rows, kv_head], head_dim)
-        num_pairs = num_rows * heads_per_kv if attends else 0
-        for tile in range(0, num_pairs, TILE_ROWS):
-            pairs = tile, min(tile + TILE_ROWS, num_pairs), first_row, kv_head, heads_per_kv
-            num_columns = context + (pairs[1] - 1) // heads_per_kv + 1  # of the longest row
-            is_followed = pairs[1] == num_pairs and unit + 1 < last_unit
-            num_ahead = context_lens[next_sequence] if is_followed else 0
-            score_tile(
-                scratch, q, k_pool[kv_head], blocks, num_columns, pairs, widened, v_pool[kv_head],
-                num_columns if tile == 0 else 0, head_dim,
-            )  # fmt: skip
-            for pair in range(tile, pairs[1]):
-                softmax(scratch[pair - tile], context + pair // heads_per_kv + 1, num_columns, scale)
-            mix_tile(
-                attended, scratch, v_pool[kv_head], blocks, num_columns, pairs, widened, k_pool[next_kv_head],
-                block_table[next_sequence], num_ahead, head_dim,
-            )  # fmt: skip
-
-
-@inlined
-def score_tile(scratch, q, keys, blocks, num_columns, pairs, widened, values, num_ahead, head_dim):
-    """Computes the scores of a tile's pairs; prefetches the values of the first num_ahead columns."""
-    tile, tile_end, first_row, kv_head, heads_per_kv = pairs
-    kv_block_size = keys.shape[1]
-    for column in range(0, num_columns, kv_block_size):
-        last = min(kv_block_size, num_columns - column) - 1
-        if column < num_ahead:
-            prefetch(values[blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
-        block = readable(keys[blocks[column // kv_block_size]], last, widened, head_dim)
-        for pair in range(tile, tile_end):
-            query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
-            for t in range(0, last + 1, GROUP):
-                score_group(scratch[pair - tile], column + t, query, block, t, last, head_dim)  # pyright: ignore[reportCallIssue]
-
-
-@inlined
-def mix_tile(
-    attended, scratch, values, blocks, num_columns, pairs, widened, next_keys, next_blocks, num_ahead, head_dim
-):
-    """Computes attended = the weighted sum of values; prefetches the next unit's first num_ahead keys."""
-    tile, tile_end, first_row, kv_head, heads_per_kv = pairs
-    kv_block_size = values.shape[1]
-    for pair in range(tile, tile_end):
-        mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+    heads_per_kv = q.shape[1] // k_pool.shape[0]
+    num_pairs = num_rows * heads_per_kv
+    queries, mixed, scores, state, keys, pool_rows = parts_of(space, num_pairs, head_dim)
+    k_pool, v_pool = k_pool[kv_head], v_pool[kv_head]
+    for pair in range(num_pairs):
+        query = row_of_pair(q, first_row, pair, kv_head, heads_per_kv)
         for d in range(head_dim):
-            mixed[d] = 0
-    for column in range(0, num_columns, kv_block_size):
-        last = min(kv_block_size, num_columns - column) - 1
-        if column < num_ahead:
-            prefetch(next_keys[next_blocks[column // kv_block_size]])  # pyright: ignore[reportCallIssue]
-        block = readable(values[blocks[column // kv_block_size]], last, widened, head_dim)
-        for pair in range(tile, tile_end):
-            mixed = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
-            for t in range(0, last + 1, GROUP):
-                mix_group(mixed, scratch[pair - tile], column + t, block, t, last, head_dim)  # pyright: ignore[reportCallIssue]
+            queries[pair, d] = query[d] * (scale * LOG2_E)
+            mixed[pair, d] = 0
+        state[pair, LARGEST], state[pair, TOTAL] = LEAST_SCORE, 0
+    num_columns = position + num_rows
+    for column in range(0, num_columns, COLUMNS):
+        locate(pool_rows, blocks, column, num_columns, k_pool.shape[1])
+        transpose_keys(keys, k_pool, pool_rows, min(num_columns - column, COLUMNS), head_dim)  # pyright: ignore[reportCallIssue]
+        first_pair = max(column - position, 0) * heads_per_kv  # rows before it do not see the group
+        for pair in range(first_pair, num_pairs, PAIRS):
+            score_pairs(scores, queries, keys, pair, min(num_pairs - pair, PAIRS), head_dim)  # pyright: ignore[reportCallIssue]
+        for pair in range(first_pair, num_pairs):
+            weigh(scores[pair], state[pair], min(position + pair // heads_per_kv + 1 - column, COLUMNS))
+        for pair in range(first_pair, num_pairs, PAIRS):
+            count = min(num_pairs - pair, PAIRS)
+            end = min(position + (pair + count - 1) // heads_per_kv + 1 - column, COLUMNS)  # that the last pair sees
+            mix_pairs(mixed, scores, state, v_pool, pool_rows, pair, count, end, head_dim)  # pyright: ignore[reportCallIssue]
+    for pair in range(num_pairs):
+        result = row_of_pair(attended, first_row, pair, kv_head, heads_per_kv)
+        inverse = ONE / state[pair, TOTAL]
+        for d in range(head_dim):
+            result[d] = mixed[pair, d] * inverse
+
+
+@spliced
+def parts_of(space, num_pairs, head_dim):
+    """Returns the parts of a thread's space: queries, mixed, scores, state, keys and pool_rows."""
+    mixed = num_pairs * head_dim
+    scores = 2 * mixed
+    state = scores + num_pairs * COLUMNS
+    keys = state + num_pairs * 3
+    pool_rows = keys + head_dim * COLUMNS
+    return (
+        space[:mixed].reshape(num_pairs, head_dim),
+        space[mixed:scores].reshape(num_pairs, head_dim),
+        space[scores:state].reshape(num_pairs, COLUMNS),
+        space[state:keys].reshape(num_pairs, 3),
+        space[keys:pool_rows].reshape(head_dim, COLUMNS),
+        space[pool_rows : pool_rows + 2 * COLUMNS].view(np.int32),
+    )
+
+
+@inlined
+def locate(pool_rows, blocks, column, num_columns, kv_block_size):
+    """Computes pool_rows [2 * COLUMNS]: the rows of a KV head's pool that hold the columns of a group and the next one.
+
+    Columns behind the last get the last one's row.
+    """
+    block, offset = column // kv_block_size, column % kv_block_size
+    for i in range(pool_rows.size):
+        pool_rows[i] = blocks[block] * kv_block_size + offset
+        if column + i + 1 < num_columns:
+            offset += 1
+            if offset == kv_block_size:
+                block, offset = block + 1, 0
+
+
+@inlined_reassociated
+def weigh(scores, state, num_visible):
+    """Turns scores [COLUMNS] into weights 2^(score - largest), largest being that of all groups so far; 0 if hidden.
+
+    state [3]: LARGEST, the sum of weights, and the factor that older weights take because LARGEST has grown. A weight
+    that underflows float32 becomes 1e-38, which changes no sum that holds a 1.
+    """
+    for t in range(num_visible, COLUMNS):
+        scores[t] = LEAST_SCORE
+    largest = state[LARGEST]
+    for t in range(COLUMNS):
+        largest = max(largest, scores[t])
+    total = np.float32(0)
+    for t in range(COLUMNS):
+        weight = exp2(scores[t] - largest)
+        scores[t] = weight
+        total += weight
+    factor = exp2(state[LARGEST] - largest)
+    state[LARGEST], state[TOTAL], state[FACTOR] = largest, state[TOTAL] * factor + total, factor
+    for t in range(num_visible, COLUMNS):
+        scores[t] = 0
 
 
 @inlined
@@ -140,48 +171,7 @@ def row_at(pool, blocks, position):
     return pool[blocks[position // pool.shape[1]], position % pool.shape[1]]
 
 
-def readable(block, last, widened, head_dim):
-    """Returns the block [kv_block_size, head_dim] as float32: itself, or its rows up to `last` in `widened`."""
-    raise NotImplementedError
-
-
-@overload(readable, inline="always", jit_options=WITHIN_KERNELS)
-def _readable(block, last, widened, head_dim):
-    if block.dtype == numba.float32:
-        return lambda block, last, widened, head_dim: block
-
-    def widen(block, last, widened, head_dim):
-        for t in range(last + 1):
-            copy_row(widened[t], block[t], head_dim)  # pyright: ignore[reportCallIssue]
-        return widened
-
-    return widen
-
-
 @spliced
 def row_of_pair(array, first_row, pair, kv_head, heads_per_kv):
     """Returns the pair's row [head_dim] of an array [T, H, head_dim]; pairs enumerate a row's heads, then rows."""
     return array[first_row + pair // heads_per_kv, kv_head * heads_per_kv + pair % heads_per_kv]
-
-
-@inlined_reassociated
-def softmax(scores, num_visible, num_columns, scale):
-    """Turns scores[:num_visible] into weights with sum 1, and scores[num_visible:num_columns] into 0.
-
-    A weight that underflows float32 becomes 1e-38, which changes no sum that holds a 1.
-    """
-    largest = scores[0]
-    for t in range(num_visible):
-        largest = max(largest, scores[t])
-    to_log2 = scale * LOG2_E
-    offset = largest * to_log2
-    total = np.float32(0)
-    for t in range(num_visible):
-        weight = exp2(scores[t] * to_log2 - offset)
-        scores[t] = weight
-        total += weight
-    inverse = ONE / total
-    for t in range(num_visible):
-        scores[t] *= inverse
-    for t in range(num_visible, num_columns):
-        scores[t] = 0

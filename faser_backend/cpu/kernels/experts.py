@@ -15,11 +15,10 @@ import numba
 import numpy as np
 from numba.misc.special import literally
 
-from faser_backend.cpu.kernels.attention import softmax
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, f32, i32
 from faser_backend.cpu.kernels.layouts import FORMATS, LANES
 from faser_backend.cpu.kernels.products import NO_BIAS, REPLACES, multiply, pack, share_of
-from faser_backend.cpu.kernels.rows import ONE, gated_silu, inlined
+from faser_backend.cpu.kernels.rows import LOG2_E, exp2, gated_silu, inlined, inlined_reassociated
 from faser_backend.cpu.kernels.threads import barrier_wait
 from faser_backend.cpu.kernels.vectors import copy_row
 
@@ -101,7 +100,7 @@ def choose(probs, shares, chosen, normalises):
     Chosen experts are marked, so none is chosen twice, not even if probs are NaN.
     """
     num_experts = probs.size
-    softmax(probs, num_experts, num_experts, ONE)
+    softmax(probs)
     total = np.float32(0)
     for rank in range(chosen.size):
         best = -1
@@ -115,6 +114,19 @@ def choose(probs, shares, chosen, normalises):
         probs[chosen[rank]] = shares[rank]
         if normalises:
             shares[rank] /= total
+
+
+@inlined_reassociated
+def softmax(x):
+    """Turns x into weights with sum 1. One that underflows becomes 1e-38, which changes no sum that holds a 1."""
+    largest, total = x[0], np.float32(0)
+    for i in range(x.size):
+        largest = max(largest, x[i])
+    for i in range(x.size):
+        x[i] = exp2((x[i] - largest) * LOG2_E)
+        total += x[i]
+    for i in range(x.size):
+        x[i] /= total
 
 
 @inlined

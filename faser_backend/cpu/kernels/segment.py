@@ -1,7 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """The kernel of a segment: layers of a decoder, and its head, as one compiled function that each thread of a call runs.
 
-`cpu/runner.py` calls it with arrays and byte offsets. Threads share a call by columns of matrices, units of attention
+`cpu/runner.py` calls it with arrays and byte offsets. Threads share a call by columns of matrices, items of attention
 and rows, with barriers in between; the interpreter does not run until the last layer is done. Every thread computes the
 norms of few rows for itself, because a barrier would cost more; many rows are normalised and packed by all together.
 
@@ -16,7 +16,7 @@ from functools import cache
 import numba
 from numba.misc.special import literally
 
-from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_units
+from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_item, write_rows
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
 from faser_backend.cpu.kernels.layouts import LANES
@@ -34,7 +34,7 @@ from faser_backend.cpu.kernels.products import (
     share_of,
 )
 from faser_backend.cpu.kernels.rows import gated_silu, inlined, normalise, normalise_both, normalise_rows, rotate
-from faser_backend.cpu.kernels.threads import barrier_wait
+from faser_backend.cpu.kernels.threads import barrier_wait, take_item
 from faser_backend.cpu.kernels.vectors import copy_row
 
 # Indices of a layer's matrices and vectors in the kernel's tables of offsets; the offset of a missing vector is -1.
@@ -75,11 +75,11 @@ def segment_kernel(
         i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
         f32[2], f32[2], f32[2],  # hidden, logits, exit_scores
         f32[3], f32[3], f32[3], f32[3], f32[3], f32[2], f32[2], f32[2],  # features .. gathered
-        f32[2], f32[1], f32[1], f32[2], f32[2], EXTRAS[kind],  # normed, packed, strip, scores, widened, extras
+        f32[2], f32[1], f32[1], f32[1], EXTRAS[kind],  # normed, packed, strip, space, extras
         numba.types.Array(POOL_DTYPES[pool_dtype], 6, "C"),  # storage
         STORED, i64[2], i64[1],  # weights, matrices, end_matrices
         f32[1], i64[2], f32[1],  # vectors, vector_offsets, last_norm
-        f32[2], f32[2], i64[1], i64[1],  # cos, sin, bounds, sizes
+        f32[2], f32[2], i64[2], i64[1],  # cos, sin, items, sizes
         numba.float32, numba.float32, numba.boolean,  # eps, scale, has_scores
     )  # fmt: skip
 
@@ -107,9 +107,8 @@ def segment_kernel(
         gathered,  # [R, H * head_dim]
         normed,  # [T, D]; shared by the threads if T > SHARED_ROWS
         packed,  # [products.packed_size(most inputs, T)], shared as `normed` is
-        strip,  # [products.scratch_size(most inputs)]: from here to `widened`, work space of this thread
-        scores,  # scratch of attend_units
-        widened,
+        strip,  # [products.scratch_size(most inputs)]: here and in `space`, work space of this thread
+        space,  # [attention.space_size(head_dim, heads of a KV head)]
         extras,  # see EXTRAS
         storage,  # [num_layers, 2, Hkv, NB, block, head_dim]: the pool
         weights,  # the weight file
@@ -120,7 +119,7 @@ def segment_kernel(
         last_norm,  # [D]
         cos,  # [max_context, head_dim / 2]
         sin,
-        bounds,  # [num_threads + 1] units of attention
+        items,  # [N, 4] of attention, see runner.attention_items
         sizes,
         eps,
         scale,
@@ -150,10 +149,10 @@ def segment_kernel(
             for output, matrix, bias in ((queries, Q, Q_BIAS), (keys, K, K_BIAS), (values, V, V_BIAS)):
                 multiply(code, output, inputs, packed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
             barrier_wait(barrier, num_threads)
-            apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, bounds[thread], bounds[thread + 1])
-            attend_units(
-                q, k, v, storage[layer, 0], storage[layer, 1], block_table, cu_rows, context_lens, attended, scores,
-                widened, bounds[thread], bounds[thread + 1], scale, not is_last or logit_rows.size > 0, head_dim,
+            batch, rope = (block_table, cu_rows, context_lens), (positions, cos, sin, vectors, at, eps)
+            attend(
+                q, k, v, (storage[layer, 0], storage[layer, 1]), batch, rope, attended, items, space, scale,
+                not is_last or logit_rows.size > 0, crew, head_dim,
             )  # fmt: skip
             barrier_wait(barrier, num_threads)
             if is_last:  # from here on only the logit rows matter
@@ -279,18 +278,47 @@ def feed_forward(code, hidden, gate, up, normed, packed, own, at, num_rows, crew
 
 
 @inlined
-def apply_rope(q, k, cu_rows, positions, cos, sin, vectors, at, eps, first_unit, last_unit):
-    """Applies norms and the rotary embedding in place to the queries and keys of units (KV heads of sequences)."""
-    num_kv_heads = k.shape[1]
-    heads_per_kv = q.shape[1] // num_kv_heads
-    for unit in range(first_unit, last_unit):
-        sequence, kv_head = unit // num_kv_heads, unit % num_kv_heads
-        for row in range(cu_rows[sequence], cu_rows[sequence + 1]):
-            row_cos, row_sin = cos[positions[row]], sin[positions[row]]
-            for head in range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv):
-                if at[Q_NORM] >= 0:
-                    normalise(q[row, head], q[row, head], vectors[at[Q_NORM] :], eps)
-                rotate(q[row, head], row_cos, row_sin)
-            if at[K_NORM] >= 0:
-                normalise(k[row, kv_head], k[row, kv_head], vectors[at[K_NORM] :], eps)
-            rotate(k[row, kv_head], row_cos, row_sin)
+def attend(q, k, v, pools, batch, rope, attended, items, space, scale, attends, crew, head_dim):
+    """Rotates queries and keys, writes keys and values to the pool and, if `attends`, computes `attended`.
+
+    Tiles of one sequence read each other's rows, so all rows are written first. Without tiles, the thread that takes an
+    item also writes its rows.
+    """
+    (thread, num_threads, barrier, _), (block_table, cu_rows, context_lens) = crew, batch
+    has_tiles = items.shape[0] > context_lens.size * k.shape[1]
+    if has_tiles:
+        for i in range(thread, items.shape[0], num_threads):
+            write(q, k, v, pools, batch, rope, items[i], head_dim)
+        barrier_wait(barrier, num_threads)
+    i = take_item(barrier)
+    while i < items.shape[0]:
+        if not has_tiles:
+            write(q, k, v, pools, batch, rope, items[i], head_dim)
+        if attends:
+            sequence, kv_head, first, num_rows = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
+            position = context_lens[sequence] + first - cu_rows[sequence]
+            attend_item(
+                q, pools[0], pools[1], block_table[sequence], position, first, num_rows, kv_head, attended, space,
+                scale, head_dim,
+            )  # fmt: skip
+        i = take_item(barrier)
+
+
+@inlined
+def write(q, k, v, pools, batch, rope, item, head_dim):
+    """Applies norms and the rotary embedding to an item's queries and keys, and writes its keys and values."""
+    (block_table, cu_rows, context_lens), (positions, cos, sin, vectors, at, eps) = batch, rope
+    sequence, kv_head, first, heads_per_kv = item[0], item[1], item[2], q.shape[1] // k.shape[1]
+    rows = slice(first, first + item[3])
+    for row in range(rows.start, rows.stop):
+        row_cos, row_sin = cos[positions[row]], sin[positions[row]]
+        for head in range(kv_head * heads_per_kv, (kv_head + 1) * heads_per_kv):
+            if at[Q_NORM] >= 0:
+                normalise(q[row, head], q[row, head], vectors[at[Q_NORM] :], eps)
+            rotate(q[row, head], row_cos, row_sin)
+        if at[K_NORM] >= 0:
+            normalise(k[row, kv_head], k[row, kv_head], vectors[at[K_NORM] :], eps)
+        rotate(k[row, kv_head], row_cos, row_sin)
+    position = context_lens[sequence] + first - cu_rows[sequence]
+    write_rows(pools[0][kv_head], block_table[sequence], position, k[rows, kv_head], head_dim)
+    write_rows(pools[1][kv_head], block_table[sequence], position, v[rows, kv_head], head_dim)

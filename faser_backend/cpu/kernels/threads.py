@@ -13,8 +13,8 @@ from numba.extending import intrinsic
 
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
 
-ARRIVED, GENERATION = 0, 8  # indices into a barrier's state, on different cache lines
-STATE_SIZE = 16
+ARRIVED, GENERATION, TAKEN = 0, 8, 16  # indices into a barrier's state, on different cache lines
+STATE_SIZE = 24
 SPINS_BEFORE_YIELD = 4000  # some 20 us
 
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
@@ -75,12 +75,25 @@ def yield_core(_typing):
 
 
 @numba.njit(**WITHIN_KERNELS)
+def take_item(state):
+    """Returns the next item of the work between two barriers: 0, 1, ... over all threads.
+
+    Each thread takes items until it gets one beyond the last. The next barrier_wait resets the count, because no thread
+    takes items while the last one arrives; so only one list of items fits between two barriers, and a call's first list
+    comes after its first barrier.
+    """
+    return fetch_add(state, TAKEN, 1)  # pyright: ignore[reportCallIssue]
+
+
+@numba.njit(**WITHIN_KERNELS)
 def barrier_wait(state, num_threads):
     """Returns when num_threads threads have called it; all can then read what each wrote before."""
     if num_threads == 1:
+        state[TAKEN] = 0
         return
     generation = load_acquire(state, GENERATION)  # pyright: ignore[reportCallIssue]
     if fetch_add(state, ARRIVED, 1) == num_threads - 1:  # pyright: ignore[reportCallIssue]
+        store_release(state, TAKEN, 0)  # pyright: ignore[reportCallIssue]
         store_release(state, ARRIVED, 0)  # pyright: ignore[reportCallIssue]
         store_release(state, GENERATION, generation + 1)  # pyright: ignore[reportCallIssue]
         return

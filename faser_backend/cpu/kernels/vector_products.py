@@ -321,7 +321,7 @@ def sums_function(module: ir.Module, *, is_rounded: bool) -> ir.Function:
             at = builder.mul(group, INT64(GROUP_SIZE))
             halves = [load_up_to(builder, inputs, builder.add(at, INT64(i)), num_inputs) for i in (0, LANES)]
             low, high = (round_to_bfloat16(builder, half) for half in halves) if is_rounded else halves
-            store(builder, add_halves(builder, [builder.fadd(low, high)]), target, group)
+            store(builder, add_halves(builder, builder.fadd(low, high)), target, group)
     builder.ret_void()
     return function
 
