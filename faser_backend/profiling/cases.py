@@ -15,9 +15,13 @@ from faser_backend.policy.cost_model import DRAFT
 
 MAX_SEQUENCES = 32
 NUM_RANDOM = 24  # beside the grid
-MIN_CASES = 24  # of a model
+MIN_CASES = 36  # of a model
 MAX_CALL_ROWS = 256  # a prompt chunk of max_prefill_tokens, or 32 verifications of 7 drafted tokens
 MIN_SHARE = 0.1  # of the full effort
+MIN_CONTEXT = 64
+# A call's tokens of context. Costs are linear beyond; more would take most of a profile's time and tell least about
+# the short contexts of most requests.
+MAX_CALL_TOKENS = 16_384
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +115,15 @@ def _uniform_grid(model: str, max_context: int) -> list[Case]:
     """Returns cases of equal rows per sequence. A chessboard pattern keeps half of the combinations."""
     rows = (1, 2, 4) if model == DRAFT else (1, 2, 3, 5, 9)
     sequences = (1, 2, 4, 8, 16, MAX_SEQUENCES)
-    contexts = [int(max_context * share) for share in (0.05, 0.25, 0.5, 0.95)]
+    contexts = np.geomspace(min(MIN_CONTEXT, max_context), 0.95 * max_context, 4).astype(int).tolist()
     cases = []
     for i, num_sequences in enumerate(sequences):
         for j, count in enumerate(rows):
             for k, wanted in enumerate(contexts):
                 is_kept = (i + j + k) % 2 == 0
                 context = min(wanted, max_context - count)
-                if is_kept and context > 0 and num_sequences * count <= MAX_CALL_ROWS:
+                is_small = num_sequences * count <= MAX_CALL_ROWS and num_sequences * context <= MAX_CALL_TOKENS
+                if is_kept and context > 0 and is_small:
                     num_logits = num_sequences if model == DRAFT else num_sequences * count
                     cases.append(Case((count,) * num_sequences, context, num_logits))
     return cases
@@ -145,7 +150,7 @@ def _random_case(model: str, max_context: int, rng: np.random.Generator) -> Case
     else:
         longest = min(int(rng.integers(1, 10)), MAX_CALL_ROWS // num_sequences)
         counts = rng.integers(1, longest + 1, num_sequences) if rng.random() < 0.7 else np.full(num_sequences, longest)
-    context = int(rng.uniform(0.05, 0.95) * max_context)
-    context = max(min(context, max_context - int(counts.max())), 0)
+    longest_context = min(max_context - int(counts.max()), MAX_CALL_TOKENS // num_sequences)
+    context = int(np.exp(rng.uniform(0.0, np.log(max(longest_context, 1)))))
     num_logits = num_sequences if model == DRAFT else int(counts.sum())
     return Case(tuple(counts.tolist()), context, num_logits)
