@@ -18,4 +18,5 @@ def data_folder() -> Path:
 
 MODEL_REPO = data_folder() / "model_repo"
 MODEL_REPO_LLMAPI = data_folder() / "model_repo_llmapi"
+GPU_DEVICE = Path("/dev/nvidiactl")  # of NVIDIA's driver
 DEMO_PAIR = data_folder() / "models" / "demo"

@@ -20,6 +20,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -27,8 +28,8 @@ from faser_backend.core.config import DraftSource
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.files import FileError, check_room, read_json, shown
 from faser_backend.manifest import FORMAT_VERSION, MANIFEST_FILE, EngineManifest, file_sha256
-from faser_backend.places import DEMO_PAIR, data_folder
-from faser_backend.runtime_spec import DEFAULT_RUNTIME
+from faser_backend.places import DEMO_PAIR, GPU_DEVICE, data_folder
+from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.serving.loading import log, shown_phases, size_text
 from faser_backend.serving.log_format import line_logger
 from faser_backend.serving.parameters import RunOptions
@@ -71,7 +72,10 @@ def find_engine(run: RunOptions, log_format: str = "text") -> dict[str, Any]:
             drafting = _open_source("--draft", run.draft)
         elif run.draft != "ngram" and head is not None and head.is_dir():
             drafting = local_source(head.name, head)
-        return {"engine_dir": cached_engine(target, drafting), "draft": "auto" if is_source else run.draft}
+        return {
+            "engine_dir": cached_engine(target, drafting, runtime_here()),
+            "draft": "auto" if is_source else run.draft,
+        }
 
 
 def shown_name(model: str) -> str:
@@ -152,10 +156,18 @@ def local_source(name: str, path: Path) -> Source:
     return Source(name, path, stored.read_text())
 
 
-def cached_engine(target: Source, draft: Source | None, *, is_profiled: bool = True) -> Path:
+def runtime_here() -> str:
+    """Returns the runtime that models by name are built for: torch if an NVIDIA GPU and torch are here."""
+    return "torch" if GPU_DEVICE.exists() and find_spec("torch") is not None else DEFAULT_RUNTIME
+
+
+def cached_engine(
+    target: Source, draft: Source | None, runtime: str = DEFAULT_RUNTIME, *, is_profiled: bool = True
+) -> Path:
     """Returns the directory of the checkpoints' engine; builds it, and measures a quick profile, unless it is there."""
     cache, sources = cache_folder(), [target] if draft is None else [target, draft]
-    inputs = repr((VERSION, FORMAT_VERSION, DEFAULT_RUNTIME, [source.digest for source in sources]))
+    dtype = "fp32" if RUNTIMES[runtime].is_cpu else "bf16"
+    inputs = repr((VERSION, FORMAT_VERSION, runtime, [source.digest for source in sources]))
     digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     title = re.sub(r"[^\w.]+", "-", shown_name(target.name).rpartition("/")[2]).strip(".-")[:80]
     directory = next(cache.glob(f"*-{digest}"), cache / f"{title}-{digest}")
@@ -171,8 +183,15 @@ def cached_engine(target: Source, draft: Source | None, *, is_profiled: bool = T
                 _check_blob(file)
             for left in cache.glob(f".{directory.name}.*"):  # of killed builds: this process holds the lock
                 shutil.rmtree(left, ignore_errors=True)
-            report = lambda what, done, total: log.info(f"building the engine: {done}/{total} {what}")  # noqa: E731
-            manifest = build_engines(target.path, draft and draft.path, directory, progress=report)
+            step = f"building the engine for {runtime}, {dtype}"
+            manifest = build_engines(
+                target.path,
+                draft and draft.path,
+                directory,
+                runtime=runtime,
+                dtype=dtype,
+                progress=lambda what, done, total: log.info(f"{step}: {done}/{total} {what}"),
+            )
         (directory / RECORD_FILE).write_text(json.dumps([source.name for source in sources]))
         if is_profiled:
             _ensure_profile(directory, manifest)

@@ -29,7 +29,7 @@ from types import MappingProxyType
 import numpy as np
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.places import MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
+from faser_backend.places import GPU_DEVICE, MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
 from faser_backend.serving.access import check_host, restriction_options
 from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
@@ -309,7 +309,7 @@ def server_command(
         "--disable-auto-complete-config",  # the files are complete; completing would start every stub twice
         "--pinned-memory-pool-byte-size=0",
         f"--backend-config=python,shm-region-prefix-name={folder.name}",
-        *([] if Path("/dev/nvidiactl").exists() else ["--allow-gpu-metrics=false"]),
+        *([] if GPU_DEVICE.exists() else ["--allow-gpu-metrics=false"]),
     ]
 
 

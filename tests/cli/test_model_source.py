@@ -118,7 +118,12 @@ def test_the_key_follows_the_checkpoints_and_what_is_damaged_or_interrupted_is_n
     killed = first.with_name(f".{first.name}.killed.partial")  # what a build that was killed leaves behind
     killed.mkdir()
     assert demo_engine_dir(pair=own) == first and not killed.exists()
-    assert cached_engine(local_source("demo", own / "target"), None, is_profiled=False) != first
+    target = local_source("demo", own / "target")
+    assert (
+        first
+        != cached_engine(target, None, is_profiled=False)
+        != cached_engine(target, None, "torch", is_profiled=False)
+    )
     config.write_text(config.read_text() + "\n")
     assert demo_engine_dir(pair=own) != first
     config.unlink()
@@ -137,9 +142,11 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
     assert run("cache", "list")[:2] == (0, f"{engine.name}  0 MB, {pair}/target with draft {draft}\n")
     assert "error: other: no such engine" in run("cache", "remove", "other")[2]
     assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {}
-    monkeypatch.setattr(model_source, "cached_engine", lambda target, draft: draft.name)
+    monkeypatch.setattr(model_source, "cached_engine", lambda target, draft, runtime: f"{draft.name}, {runtime}")
     known = shutil.copytree(pair / "target", pair / "SmolLM2-135M-Instruct-fp16", dirs_exist_ok=True)
-    assert find_engine(RunOptions(model=str(known)))["engine_dir"] == "smollm2-head"
+    for device, runtime in ((pair / "none", "llvm"), (pair, "torch")):
+        monkeypatch.setattr(model_source, "GPU_DEVICE", device)
+        assert find_engine(RunOptions(model=str(known)))["engine_dir"] == f"smollm2-head, {runtime}"
 
 
 @pytest.mark.parametrize("line", ["{}: {}\n", "{} = {}\n"], ids=["yaml", "toml"])

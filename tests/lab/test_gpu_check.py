@@ -160,19 +160,12 @@ def test_a_wrong_kernel_and_one_that_leaves_rows_unwritten_are_found(monkeypatch
     assert {case["kernel"] for case in found["cases"] if not case["is_right"]} == {"exit_scores", "gated_silu"}
 
 
-def test_bytes_by_hand():
-    shape = shapes.AttentionShape(2, 32, 1, num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=16)
-    pool, chunk, queries, indices = 2 * 2 * 32 * 2 * 8, 4 * 2 * 2 * 8, 2 * 2 * 4 * 8, 2 * 3 + 5 + 2
-    assert shapes.attention_bytes(shape, 2) == 2 * (pool + chunk + queries) + 4 * indices
-
-
 def test_planted_drafts_are_right_with_the_planted_probability(tmp_path: Path):
     spec = replace(shapes.TINY_PAIR.target, hidden_size=256)
     for name, share_wrong in (("target", 0.0), ("draft", 0.25)):
         serve.write_planted(tmp_path / name, spec, share_wrong, torch.device("cpu"), 3)
     build_engines(tmp_path / "target", tmp_path / "draft", tmp_path / "engine")
-    config = EngineConfig.from_options(policy="fixed:1")
-    with closing(build_engine(tmp_path / "engine", config)) as engine:
+    with closing(build_engine(tmp_path / "engine", EngineConfig.from_options(policy="fixed:1"))) as engine:
         write_all(engine, [Request("a", np.array([7]), 180, Sampling())])
         metrics = engine.metrics()
     assert metrics.num_accepted / metrics.num_drafted == pytest.approx(0.75, abs=0.1)
