@@ -179,6 +179,18 @@ def known_keys() -> frozenset[str]:
     return frozenset(names | {_RENAMED[name] for name in names & _RENAMED.keys()})
 
 
+MODEL_FILE = """\
+import os
+import sys
+
+sys.path[1:1] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))  # which Triton's interpreter ignores
+
+from faser_backend.triton.model import {} as TritonPythonModel  # noqa: E402
+
+__all__ = ["TritonPythonModel"]
+"""
+
+
 def write_repositories(root: Path) -> list[Path]:
     """Writes every config.pbtxt and model.py below root. Returns the configurations."""
     written = []
@@ -186,10 +198,7 @@ def write_repositories(root: Path) -> list[Path]:
         for model in models:
             version = root / folder / model.name / "1"
             version.mkdir(parents=True, exist_ok=True)
-            (version / "model.py").write_text(
-                f"from faser_backend.triton.model import {model.python_class} as TritonPythonModel\n\n"
-                '__all__ = ["TritonPythonModel"]\n'
-            )
+            (version / "model.py").write_text(MODEL_FILE.format(model.python_class))
             written.append(version.parent / "config.pbtxt")
             written[-1].write_text(config_text(model))
     return written
