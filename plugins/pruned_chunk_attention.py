@@ -105,7 +105,7 @@ def attend_tile(
         tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_element)
     else:
         target = target * num_splits + part
-        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=is_element & (part <= last_part))
+        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=(is_element & (part <= last_part)) != 0)
         tl.store(stat_parts + target * 2, row_max, mask=is_row)
         tl.store(stat_parts + target * 2 + 1, row_sum, mask=is_row)
 
