@@ -350,7 +350,8 @@ def test_a_full_queue_asks_for_patience(api: Api):
         ask(api, CompletionBody, prompt=[7, 8], max_tokens=400, n=128, ignore_eos=True)
     assert (refusal.value.code, refusal.value.param) == ("queue_full", None)
     assert refusal.value.response.headers["retry-after"] == "1"
-    assert metric(*counted) > before
+    while metric(*counted) <= before:  # reported every few steps; the timeout of tests ends it
+        time.sleep(0.05)
 
 
 def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(api: Api, monkeypatch: pytest.MonkeyPatch):

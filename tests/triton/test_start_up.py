@@ -190,7 +190,4 @@ def test_models_import_from_pythonpath_which_tritons_interpreter_ignores(path: P
     (package / "model.py").write_text("\n".join(f"{name} = 'of PYTHONPATH'" for name in names))
     code = f"import runpy; print(runpy.run_path({str(path)!r})['TritonPythonModel'])"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "of PYTHONPATH\n"
+    assert subprocess.check_output([sys.executable, "-I", "-c", code], env=environment, text=True) == "of PYTHONPATH\n"
