@@ -1,7 +1,7 @@
 """A GGUF file as a checkpoint: its header, config and tensors under Hugging Face's names, with rows in its order.
 
-Nothing in a file is trusted: every count, length, type and offset is checked before it is used. A damaged file costs
-one error and no memory. Quantised rows are dequantised in parts, when a tensor is read.
+The package `gguf` reads the header and dequantises. A damaged file costs one error and little memory. Quantised rows
+are dequantised in parts, when a tensor is read.
 
 An unknown key of the architecture is refused by name, because a factor that is ignored would make another model.
 Factors of rotary frequencies are a tensor. They are accepted only if they equal the scaling of Llama 3.1.
@@ -12,11 +12,8 @@ one tensor. The tokenizer is written as tokenizer.json into a temporary folder, 
 
 from __future__ import annotations
 
-import math
-import mmap
 import re
 import shutil
-import struct
 import tempfile
 import weakref
 from collections.abc import Collection, Iterator
@@ -24,8 +21,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTensor
+from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from faser_backend.core.model import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_WIDTH, RopeScaling
 from faser_backend.engines.arrays import BFLOAT16, first_not_finite
@@ -88,26 +85,16 @@ LLAMA3_CONTEXT = 8192  # every model with such factors was pretrained on it
 LLAMA3_FACTORS = (1.0, 4.0)  # low_freq_factor, high_freq_factor
 
 
-VERSIONS = (2, 3)  # of the format
-TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
-MAX_HEAD_BYTES = 256 << 20
-MAX_ENTRIES = 1 << 16  # of metadata, and tensors
-MAX_ELEMENTS = 1 << 23  # of an array in the metadata
-MAX_TEXT_BYTES = 16 << 20
-MAX_KEY_BYTES = (1 << 16) - 1
-MAX_NAME_BYTES = 64
-MAX_DIMENSIONS = 4
-MAX_ALIGNMENT = 1 << 16
-ALIGNMENT = "general.alignment"
+TYPES = (
+    "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",
+)  # fmt: skip
+READERS_OWN = "GGUF."  # keys that the package adds to the metadata
+MAX_VALUES = 1 << 22  # of a header, with its lists' elements; two for each text
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 SCALES = "F16"  # the number format of all quantised types' scales
 NUMBERS_AT_ONCE = 1 << 20
-
-_TEXT, _ARRAY, _TRUTH = 8, 9, 7
-_CODES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _TRUTH: "B", 10: "Q", 11: "q", 12: "d"}
-_SCALARS = {kind: struct.Struct("<" + code) for kind, code in _CODES.items()}
-_COUNT, _LENGTH = struct.Struct("<I"), struct.Struct("<Q")
 
 
 class _Source(NamedTuple):
@@ -294,175 +281,58 @@ class GGUFTensor(NamedTuple):
     shape: tuple[int, ...]  # outermost axis first
     first_byte: int  # in the file
 
-    @property
-    def row_bytes(self) -> int:
-        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[self.type_name]]
-        return self.shape[-1] // block_size * block_bytes
 
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape[:-1]) * self.row_bytes
+class _Reader(GGUFReader):
+    """The package's reader, which otherwise reads past the end of a file, for as long as its header says."""
 
+    _num_values = 0
 
-class _Header:
-    """A reader of a file's header, from its first byte on."""
-
-    def __init__(self, path: Path, data: mmap.mmap, size: int) -> None:
-        self._path, self._data, self._size = path, data, size
-        self._at = 0
-
-    def read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
-        """Returns metadata and tensors. Raises CheckpointError naming file, field, value and limit."""
-        magic = self._data[:4]
-        if magic != b"GGUF":
-            raise self._error("magic", magic, "a GGUF file begins with b'GGUF'")
-        self._at = 4
-        version = self._scalar(_COUNT, "version")
-        if version not in VERSIONS:
-            swapped = "; its bytes are in the other order" if version & 0xFFFF == 0 and version else ""
-            raise self._error("version", version, f"must be one of {', '.join(map(str, VERSIONS))}{swapped}")
-        num_tensors, num_entries = (self._count(what, MAX_ENTRIES) for what in ("tensor_count", "metadata_kv_count"))
-        metadata: dict[str, Any] = {}
-        for index in range(num_entries):
-            key = self._text(f"key of metadata entry {index}", MAX_KEY_BYTES)
-            if key in metadata:
-                raise self._error("metadata key", key, "occurs twice")
-            metadata[key] = self._value(repr(key)[1:-1], self._scalar(_COUNT, f"type of {key!r}"))
-        alignment = _alignment(self._path, metadata)
-        found = [self._tensor(index) for index in range(num_tensors)]
-        return metadata, self._placed(found, alignment)
-
-    def _value(self, key: str, kind: int) -> Any:
-        if kind in _SCALARS:
-            return self._number(key, kind)
-        if kind == _TEXT:
-            return self._text(key, MAX_TEXT_BYTES)
-        if kind != _ARRAY:
-            raise self._error(f"type of {key}", kind, "must lie in [0, 12]")
-        kind = self._scalar(_COUNT, f"element type of {key}")
-        count = self._count(f"length of {key}", MAX_ELEMENTS)
-        if kind == _TEXT:
-            self._check_room(count * _LENGTH.size, f"{key}, {count} texts")
-            return [self._text(f"{key}[{index}]", MAX_TEXT_BYTES) for index in range(count)]
-        if kind not in _CODES:
-            raise self._error(f"element type of {key}", kind, "must be of numbers or text; arrays cannot be nested")
-        dtype = np.dtype("<" + _CODES[kind])
-        return np.frombuffer(self._take(count * dtype.itemsize, key), dtype)
-
-    def _number(self, key: str, kind: int) -> Any:
-        value = self._scalar(_SCALARS[kind], key)
-        if kind != _TRUTH:
-            return value
-        if value > 1:
-            raise self._error(key, value, "a boolean must be 0 or 1")
-        return bool(value)
-
-    def _tensor(self, index: int) -> tuple[str, GGUFTensor]:
-        """Reads an entry of the table of tensors. Its first_byte counts from the end of the header."""
-        name = self._text(f"name of tensor {index}", MAX_NAME_BYTES)
-        if not name:
-            raise self._error(f"name of tensor {index}", name, "must not be empty")
-        shown = repr(name)[1:-1]
-        num_dimensions = self._scalar(_COUNT, f"dimensions of {shown}")
-        if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            raise self._error(f"dimensions of {shown}", num_dimensions, f"must lie in [1, {MAX_DIMENSIONS}]")
-        innermost_first = [self._scalar(_LENGTH, f"shape of {shown}") for _ in range(num_dimensions)]
-        shape = tuple(reversed(innermost_first))
-        if min(shape) < 1 or math.prod(shape) > 1 << 48:
-            raise self._error(f"shape of {shown}", list(shape), f"must hold between 1 and {1 << 48} numbers")
-        type_name = self._type_name(shown, self._scalar(_COUNT, f"type of {shown}"))
-        block_size, _ = GGML_QUANT_SIZES[GGMLQuantizationType[type_name]]
-        if shape[-1] % block_size:
-            raise self._error(f"shape of {shown}", list(shape), f"{type_name} has rows of whole blocks of {block_size}")
-        return name, GGUFTensor(type_name, shape, self._scalar(_LENGTH, f"offset of {shown}"))
-
-    def _type_name(self, tensor: str, type_id: int) -> str:
-        known = {member.value: member.name for member in GGMLQuantizationType}
-        if known.get(type_id) not in TYPES:
-            value = f"{type_id} ({known[type_id]})" if type_id in known else type_id
-            raise CheckpointError(f"{self._path}: type of {tensor} = {value}: must be one of {', '.join(TYPES)}")
-        return known[type_id]
-
-    def _placed(self, found: list[tuple[str, GGUFTensor]], alignment: int) -> dict[str, GGUFTensor]:
-        """Makes offsets absolute. They must follow each other without gaps and fill the file."""
-        first_byte = -(-self._at // alignment) * alignment
-        tensors: dict[str, GGUFTensor] = {}
-        expected = end = 0
-        for name, tensor in found:
-            shown = repr(name)[1:-1]
-            if name in tensors:
-                raise self._error("tensor", name, "occurs twice")
-            if tensor.first_byte != expected:
-                raise self._error(f"offset of {shown}", tensor.first_byte, f"must be {expected}, after the last one")
-            end = first_byte + expected + tensor.num_bytes
-            if end > self._size:
-                raise self._error(f"end of {shown}", end, f"the file ends at {self._size}")
-            tensors[name] = tensor._replace(first_byte=first_byte + expected)
-            expected = -(-(end - first_byte) // alignment) * alignment
-        if tensors and self._size - end >= alignment:
-            raise self._error("size", self._size, f"its last tensor ends at {end}")
-        return tensors
-
-    def _count(self, what: str, limit: int) -> int:
-        value = self._scalar(_LENGTH, what)
-        if value > limit:
-            raise self._error(what, value, f"must be at most {limit}")
-        return value
-
-    def _text(self, what: str, limit: int) -> str:
-        num_bytes = self._count(f"length of {what}", limit)
-        raw = self._take(num_bytes, what)
-        try:
-            return raw.decode()
-        except UnicodeDecodeError as error:
-            raise self._error(what, raw[:40], f"must be UTF-8 ({error.reason})") from None
-
-    def _scalar(self, layout: struct.Struct, what: str) -> Any:
-        return layout.unpack(self._take(layout.size, what))[0]
-
-    def _take(self, num_bytes: int, what: str) -> bytes:
-        self._check_room(num_bytes, what)
-        self._at += num_bytes
-        return self._data[self._at - num_bytes : self._at]
-
-    def _check_room(self, num_bytes: int, what: str) -> None:
-        end, limit = self._at + num_bytes, min(self._size, MAX_HEAD_BYTES)
-        if end > limit:
-            raise self._error(f"end of {what}", end, f"the header must end by byte {limit}")
-
-    def _error(self, field: str, value: object, reason: str) -> CheckpointError:
-        return CheckpointError(f"{self._path}: {field} = {value!r:.120}: {reason}")
-
-
-def _alignment(path: Path, metadata: dict[str, Any]) -> int:
-    """Returns the number of bytes that every tensor's offset is a multiple of."""
-    value = metadata.get(ALIGNMENT, 32)
-    if type(value) is not int or not 1 <= value <= MAX_ALIGNMENT or value & (value - 1):
-        raise CheckpointError(f"{path}: {ALIGNMENT} = {value!r:.120}: must be a power of two up to {MAX_ALIGNMENT}")
-    return value
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None) -> np.ndarray:
+        """Returns numbers of the file, or raises ValueError."""
+        if self.byte_order != "I":
+            raise ValueError("its bytes are in the other order")
+        end, num_bytes = int(offset) + int(count) * np.dtype(dtype).itemsize, len(self.data)
+        if end > num_bytes:
+            raise ValueError(f"it ends at byte {num_bytes}, but its header promises {end} or more")
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise ValueError(f"its header has more than {MAX_VALUES} values")
+        return np.frombuffer(self.data, dtype, int(count), int(offset))
 
 
 class GGUFFile:
     """A checked file, its tensors under the file's names."""
 
-    metadata: dict[str, Any]  # numbers, booleans, text, lists of text, arrays of numbers
+    metadata: dict[str, Any]  # numbers, booleans, text, lists of numbers or of text
     tensors: dict[str, GGUFTensor]
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError naming file, field, value and limit."""
+        """Raises CheckpointError naming the file."""
         self.path = path
         try:
             check_regular(path)
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < 24:
-                    raise CheckpointError(f"{path}: {size} bytes: a GGUF file begins with 24 bytes of magic and counts")
-                with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                    self.metadata, self.tensors = _Header(path, data, size).read()
+            reader = _Reader(path)
+            entries = {key: field.contents() for key, field in reader.fields.items()}
         except FileError as error:
             raise CheckpointError(str(error)) from None
         except OSError as error:
             raise CheckpointError(f"{path}: not readable ({error})") from None
+        except Exception as error:  # a damaged header leads to errors of many types
+            raise CheckpointError(f"{path}: damaged, or no GGUF file: {str(error)!r:.200}") from None
+        self.metadata = {key: value for key, value in entries.items() if not key.startswith(READERS_OWN)}
+        self.tensors = {tensor.name: self._checked(tensor) for tensor in reader.tensors}
+
+    def _checked(self, tensor: ReaderTensor) -> GGUFTensor:
+        shape, type_name = tuple(reversed(tensor.shape.tolist())), tensor.tensor_type.name
+        for field, value, is_right, wanted in (
+            ("type", type_name, type_name in TYPES, f"one of {', '.join(TYPES)}"),
+            ("shape", list(shape), bool(shape) and min(shape) > 0, "one axis or more, none of them empty"),
+        ):
+            if not is_right:
+                raise CheckpointError(
+                    f"{self.path}: {field} of {repr(tensor.name)[1:-1]:.100} = {value}: must be {wanted}"
+                )
+        return GGUFTensor(type_name, shape, tensor.data_offset)
 
     def dtype(self, name: str) -> str:
         """Returns the format of a tensor's numbers, or of its scales if they are quantised."""
@@ -477,7 +347,7 @@ class GGUFFile:
         tensor = self.tensors[name]
         dtype, shape = DTYPES.get(tensor.type_name), tensor.shape
         if dtype is None:
-            dtype, shape = np.dtype(np.uint8), (*shape[:-1], tensor.row_bytes)
+            dtype, shape = np.dtype(np.uint8), quant_shape_to_byte_shape(shape, GGMLQuantizationType[tensor.type_name])
         mapped = np.memmap(self.path, dtype, "r", tensor.first_byte, shape)
         return mapped if part is None else mapped[part]
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 
@@ -114,19 +113,18 @@ def _read_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
     if kind not in KINDS:
         raise fields.error(f"{PREFIX}.model", kind, f"must be one of {', '.join(KINDS)}")
     fields.must_be(f"{PREFIX}.remove_extra_whitespaces", False)
-    texts = _texts(fields, f"{PREFIX}.tokens")
+    texts = _list(fields, f"{PREFIX}.tokens", str)
     if not texts:
         raise fields.error(f"{PREFIX}.tokens", texts, "must list the vocabulary")
     named = _named(fields, len(texts), SENTENCEPIECE_IDS if kind == "llama" else {})
     types = _types(fields, len(texts), named)
-    scores = _numbers(fields, f"{PREFIX}.scores", len(texts))
     return GGUFVocabulary(
         path=path,
         kind=kind,
         pre_tokenizer=metadata.get(f"{PREFIX}.pre"),
         tokens=_tokens(fields, texts, types),
         types=types,
-        scores=None if scores is None else [float(score) for score in scores],
+        scores=_by_id(fields, f"{PREFIX}.scores", float, len(texts)),
         merges=_merges(fields),
         named=named,
         adds_begin=None if f"{PREFIX}.add_bos_token" not in metadata else fields.flag(f"{PREFIX}.add_bos_token", False),
@@ -164,16 +162,16 @@ def _named(fields: ConfigFields, num_ids: int, defaults: dict[str, int]) -> dict
 
 def _types(fields: ConfigFields, num_ids: int, named: dict[str, int]) -> list[int]:
     """Returns types by id. If the file has none, the tokens that it names are special and all others normal."""
-    found = _numbers(fields, f"{PREFIX}.token_type", num_ids)
+    found = _by_id(fields, f"{PREFIX}.token_type", int, num_ids)
     if found is not None:
-        return [int(kind) for kind in found]
+        return found
     special = set(named.values())
     return [CONTROL if token_id in special else 1 for token_id in range(num_ids)]
 
 
 def _merges(fields: ConfigFields) -> list[tuple[str, str]] | None:
     key = f"{PREFIX}.merges"
-    texts = _texts(fields, key)
+    texts = _list(fields, key, str)
     if texts is None:
         return None
     merges = []
@@ -195,21 +193,19 @@ def _chat_template(fields: ConfigFields) -> str | None:
     return template
 
 
-def _texts(fields: ConfigFields, key: str) -> list[str] | None:
+def _list(fields: ConfigFields, key: str, kind: type) -> list[Any] | None:
     value = fields.values.get(key)
-    if value is not None and not isinstance(value, list):
-        raise fields.error(key, value, "must list texts")
+    if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
+        raise fields.error(key, value, f"must be a list of {kind.__name__}")
     return value
 
 
-def _numbers(fields: ConfigFields, key: str, count: int) -> np.ndarray | None:
-    value = fields.values.get(key)
-    if value is None:
-        return None
-    if not isinstance(value, np.ndarray) or len(value) != count:
-        found = len(value) if isinstance(value, (np.ndarray, list)) else value
-        raise fields.error(f"length of {key}", found, f"must be {count}, the length of {PREFIX}.tokens")
-    return value
+def _by_id(fields: ConfigFields, key: str, kind: type, num_ids: int) -> list[Any] | None:
+    """Returns a list with a value for each token."""
+    found = _list(fields, key, kind)
+    if found is not None and len(found) != num_ids:
+        raise fields.error(f"length of {key}", len(found), f"must be {num_ids}, the length of {PREFIX}.tokens")
+    return found
 
 
 def _write_files(vocabulary: GGUFVocabulary, max_context: int | None, directory: Path) -> None:

@@ -21,12 +21,17 @@ from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import MAX_ERROR, build, open_runner
-from tests.support.gguf_models import Edit, random_blocks, write_gguf
+from tests.support.gguf_models import SCALES, Edit, random_blocks, write_gguf
 from tests.support.tiny_models import LLAMA3_ROPE, largest_error, random_model, write_model
 
 QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
 K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
 LLAMA_31 = {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
+
+
+def sizes_for(kind: str) -> dict[str, int]:
+    """Returns a model's sizes whose rows are whole blocks of the type."""
+    return K_QUANTISED if gguf.GGML_QUANT_SIZES[Type[kind]][0] > 32 else QUANTISED
 
 
 def linear(writer: gguf.GGUFWriter) -> None:
@@ -73,7 +78,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_logits_equal_those_of_the_dequantised_weights(kind: str, tmp_path: Path):
-    sizes = K_QUANTISED if kind.endswith("_K") else QUANTISED
+    sizes = sizes_for(kind)
     model = random_model("linear_rope", **sizes, num_hidden_layers=2)
     model = write_gguf(model, tmp_path / "model.gguf", kind=Type[kind], edit=linear)
     assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") <= MAX_ERROR
@@ -111,7 +116,7 @@ def test_the_comparison_notices_factors_that_are_left_out(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_rows_lie_where_the_packages_reader_finds_them(kind: str, tmp_path: Path):
-    sizes = K_QUANTISED if kind.endswith("_K") else QUANTISED
+    sizes = sizes_for(kind)
     file = tmp_path / "model.gguf"
     write_gguf(random_model("qwen2", **sizes, num_hidden_layers=1), file, kind=Type[kind])
     checkpoint = GGUFCheckpoint(file)
@@ -182,6 +187,6 @@ def test_the_tokenizers_folder_goes_with_the_build(tmp_path: Path, monkeypatch: 
 
 
 def test_random_blocks_are_neither_zero_nor_large():
-    for kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
-        numbers = gguf.quants.dequantize(random_blocks(kind, 16, 512), kind)
+    for name in SCALES:
+        numbers = gguf.quants.dequantize(random_blocks(Type[name], 16, 512), Type[name])
         assert 0.01 < numbers.std() < 0.2 and abs(numbers.mean()) < 0.05

@@ -32,6 +32,20 @@ NAMES = [  # Hugging Face's pattern -> GGUF's
     (r"model\.layers\.(\d+)\.mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", r"blk.\1.ffn_\2_exps.weight"),
 ]
 Edit = Callable[[gguf.GGUFWriter], object]
+SCALES: dict[str, dict[int, float]] = {  # by the byte of a block at which each lies
+    "Q2_K": {80: 6e-3, 82: 9e-3},  # the second is the subtrahend's
+    "Q3_K": {108: 1e-3},
+    "Q4_K": {0: 2e-4, 2: 1.5e-3},
+    "Q5_K": {0: 2e-4, 2: 3e-3},
+    "Q6_K": {208: 4e-5},
+    "IQ2_XXS": {0: 1e-3},
+    "IQ2_XS": {0: 1e-3},
+    "IQ2_S": {0: 1e-3},
+    "IQ3_XXS": {0: 5e-4},
+    "IQ3_S": {0: 5e-4},
+    "IQ4_NL": {0: 1e-3},
+    "IQ4_XS": {0: 5e-5},
+}
 
 
 def gguf_name(name: str) -> str:
@@ -52,17 +66,14 @@ def random_blocks(kind: Type, rows: int, row_size: int, seed: int = 0) -> np.nda
     """Returns blocks [rows, row_bytes] of a type that the package cannot quantise to; their numbers are about 0.05."""
     block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(seed).integers(0, 256, (rows * row_size // block_size, block_bytes), np.uint8)
-    if kind == Type.Q6_K:
-        blocks[:, -2:] = np.full(len(blocks), 4e-5, np.float16).view(np.uint8).reshape(-1, 2)
-    else:  # d, then the scale of the subtrahend
-        scales = np.tile(np.array([2e-4, 1.5e-3 if kind == Type.Q4_K else 3e-3], np.float16), (len(blocks), 1))
-        blocks[:, :4] = scales.view(np.uint8)
+    for at, scale in SCALES[kind.name].items():
+        blocks[:, at : at + 2] = np.array([scale], np.float16).view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
 def stored(array: np.ndarray, kind: Type, seed: int) -> np.ndarray:
     """Returns a matrix's rows in a file's type; for a K type, other random numbers."""
-    if kind in (Type.Q4_K, Type.Q5_K, Type.Q6_K):
+    if kind.name in SCALES:
         return random_blocks(kind, array.shape[0], array.shape[1], seed)
     return gguf.quants.quantize(array, kind)
 
