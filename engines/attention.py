@@ -2,7 +2,7 @@
 
 In both, pruned rows are absent, the keys and values of present rows reach the pool, and each row attends to the tokens
 of its sequence up to itself. TensorRT-RTX cannot compile custom ops: its graph uses standard ops and outputs new keys
-and values. Full TensorRT maps the op `faser::PrunedChunkAttention` to the project's plugin.
+and values. Full TensorRT maps the ops `faser::AttendSplits` and `faser::CombineSplits` to the project's plugins.
 """
 
 from __future__ import annotations
@@ -11,15 +11,26 @@ from abc import ABC, abstractmethod
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.graph import GraphBuilder
-from faser_backend.plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE, VERSION
+from faser_backend.plugins.tensorrt_contract import (
+    ATTEND_OP,
+    ATTEND_OUTPUTS,
+    ATTENTION_INPUTS,
+    COMBINE_INPUTS,
+    COMBINE_OP,
+    NAMESPACE,
+    VERSION,
+    Geometry,
+)
 
 
 class AttentionBody(ABC):
     """The attention of all layers of one segment, with its inputs and outputs."""
 
-    def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int) -> None:
+    def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int, geometry: Geometry | None) -> None:
+        """geometry: of the plugins, if the runtime has them."""
         self.graph = graph
         self.spec = spec
+        self.geometry = geometry
         self.pool_shape: tuple[int | str, ...] = (spec.num_kv_heads, "NB", kv_block_size, spec.head_dim)
         self._declare_inputs()
 
@@ -104,7 +115,7 @@ class GatheredAttention(AttentionBody):
 
 
 class PluginAttention(AttentionBody):
-    """Attention for full TensorRT: the plugin's op, with inputs in the order of the kernel's launcher."""
+    """Attention for full TensorRT: two plugins, because TensorRT launches one kernel per plugin."""
 
     def _declare_inputs(self) -> None:
         g = self.graph
@@ -121,9 +132,12 @@ class PluginAttention(AttentionBody):
             for x, num_heads in zip((q, k, v), heads, strict=True)
         ]
         inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping"]
-        outs = [f"attended.{layer}", f"k_pool_out.{layer}", f"v_pool_out.{layer}"]
-        plugin = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION}
-        mixed = g.ops(ATTENTION_OP, *inputs, outs=outs, domain=NAMESPACE, **plugin)[0]  # [T, H, hd]
+        outs = [f"{name}.{layer}" for name in ATTEND_OUTPUTS]
+        assert self.geometry is not None, "a plugin needs its attributes"
+        plugin = {**self.geometry.as_fields(), "plugin_namespace": NAMESPACE, "plugin_version": VERSION}
+        g.ops(ATTEND_OP, *inputs, outs=outs, domain=NAMESPACE, **plugin)
+        values = dict(zip((*ATTENTION_INPUTS, *ATTEND_OUTPUTS), (*inputs, *outs), strict=True))
+        mixed = g.op(COMBINE_OP, *(values[name] for name in COMBINE_INPUTS), domain=NAMESPACE, **plugin)  # [T, H, hd]
         mixed = g.op("Reshape", mixed, g.ints(0, spec.num_heads * spec.head_dim))
         return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
 

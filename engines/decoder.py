@@ -19,6 +19,7 @@ from faser_backend.engines.eagle3 import Eagle3Head
 from faser_backend.engines.graph import GraphBuilder, WeightStore
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import FileSpec, SegmentSpec, TensorSpec
+from faser_backend.plugins.tensorrt_contract import Geometry
 
 EXCLUDED = np.array([[-np.inf]], np.float32)
 
@@ -46,6 +47,7 @@ def build_segment(
     kv_block_size: int,
     runtime: str,
     dtype: str,
+    geometry: Geometry | None = None,
 ) -> SegmentGraph:
     """Makes the graph of layers [first_layer, last_layer), with embedding and head at the model's ends.
 
@@ -53,10 +55,10 @@ def build_segment(
     Exit scores, of all segments except the last, are the products of the hidden state behind the final norm with the
     head's rows of the candidates.
     Matrices, hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores
-    are float32.
+    are float32. geometry: of the attention plugins, for runtime "tensorrt".
     """
     graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
-    return _SegmentBuilder(spec, graph, runtime, kv_block_size).build(first_layer, last_layer)
+    return _SegmentBuilder(spec, graph, runtime, kv_block_size, geometry).build(first_layer, last_layer)
 
 
 def build_head(
@@ -68,6 +70,7 @@ def build_head(
     kv_block_size: int,
     runtime: str,
     dtype: str,
+    geometry: Geometry | None = None,
 ) -> tuple[SegmentGraph, SegmentGraph]:
     """Makes both segments of a head. A head without an embedding uses the one in the store.
 
@@ -77,17 +80,19 @@ def build_head(
     joining, layer = (GraphBuilder(store, FLOAT_TYPES[dtype], weights) for _ in range(2))
     return (
         _join_graph(head, target_hidden_size, joining),
-        _HeadBuilder(head.spec, layer, runtime, kv_block_size).build_layer(head.token_ids),
+        _HeadBuilder(head.spec, layer, runtime, kv_block_size, geometry).build_layer(head.token_ids),
     )
 
 
 class _SegmentBuilder:
     """A builder of a decoder's layers as nodes of one graph."""
 
-    def __init__(self, spec: ModelSpec, graph: GraphBuilder, runtime: str, kv_block_size: int) -> None:
+    def __init__(
+        self, spec: ModelSpec, graph: GraphBuilder, runtime: str, kv_block_size: int, geometry: Geometry | None
+    ) -> None:
         self.spec = spec
         self.graph = graph
-        self._runtime, self._kv_block_size = runtime, kv_block_size
+        self._runtime, self._kv_block_size, self._geometry = runtime, kv_block_size, geometry
 
     def build(self, first: int, last: int) -> SegmentGraph:
         g, spec = self.graph, self.spec
@@ -119,7 +124,7 @@ class _SegmentBuilder:
     def _shared_inputs(self, is_last: bool) -> None:
         g = self.graph
         g.input("positions", ("T",))
-        self.attention = BODIES[self._runtime](g, self.spec, self._kv_block_size)
+        self.attention = BODIES[self._runtime](g, self.spec, self._kv_block_size, self._geometry)
         cos, sin = rotary_tables(self.spec)
         self.cos, self.sin = g.table("rope_cos", cos), g.table("rope_sin", sin)
         if is_last:

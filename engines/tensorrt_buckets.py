@@ -121,11 +121,6 @@ def narrowed(bucket: BucketSpec, inputs: Sequence[TensorSpec]) -> BucketSpec:
     return replace(bucket, ranges={name: sizes for name, sizes in bucket.ranges.items() if name in used})
 
 
-def with_free_rows(buckets: Sequence[BucketSpec]) -> tuple[BucketSpec, ...]:
-    """Lets all rows of a call belong to one sequence, for attention that takes packed rows."""
-    return tuple(replace(bucket, ranges={**bucket.ranges, "Q": bucket.ranges["T"]}) for bucket in buckets)
-
-
 def shapes_of(tensor: TensorSpec, bucket: BucketSpec) -> tuple[Shape, Shape, Shape]:
     """Returns the smallest, usual and largest shape of an input."""
     sizes = [bucket.ranges[size] if isinstance(size, str) else (size,) * 3 for size in tensor.shape]

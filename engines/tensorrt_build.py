@@ -22,11 +22,11 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.decoder import SegmentGraph, build_head, build_segment
 from faser_backend.engines.eagle3 import Eagle3Head
 from faser_backend.engines.graph import WeightStore
-from faser_backend.engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of, with_free_rows
+from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions, call_buckets, narrowed, shapes_of
 from faser_backend.engines.tensorrt_copies import check_no_copies
-from faser_backend.engines.tensorrt_plugin_network import plugin_geometry, write_plugin_network
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
+from faser_backend.plugins.tensorrt_contract import Geometry
 from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
 
@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 MAX_DEPTH = 2  # of reported phases; deeper ones take milliseconds
 MIN_INTERVAL_S = 0.1  # between two reports of steps: phases have hundreds
+# Rows of a sequence per program of a plugin: a verification of some draft tokens. Prompts' chunks use the same.
+TILE_ROWS = 8
 
 
 class TensorRtCompiler:
@@ -60,6 +62,10 @@ class TensorRtCompiler:
         self._options = options
         self._begin, self._report = begin, report
         _check_options(self.tensorrt, options)
+        if self.tensorrt.has_plugins:
+            from faser_backend.plugins.tensorrt_aot import register_aot_plugins
+
+            register_aot_plugins(self.tensorrt.module.__name__)
 
     def num_steps(self, num_segments: int, num_models: int, *, has_head: bool) -> int:
         """Returns the steps of writing all models. num_segments: a head counts as one."""
@@ -73,7 +79,7 @@ class TensorRtCompiler:
         def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
             for first, last in pairwise((0, *cuts)):
                 self._begin(f"{name}: layers {first} to {last}")
-                yield first, last, build_segment(spec, weights, store, first, last, **self._form)
+                yield first, last, build_segment(spec, weights, store, first, last, **self._form(spec))
 
         return self._compiled(name, spec, segments, directory)
 
@@ -86,14 +92,15 @@ class TensorRtCompiler:
             self._begin("draft: EAGLE-3 head")
             if "embedding" not in weights["draft"]:
                 store.add("embedding", weights["target"]["embedding"], FLOAT_TYPES[self._dtype])
-            graphs = build_head(head, target.spec.hidden_size, weights["draft"], store, **self._form)
+            graphs = build_head(head, target.spec.hidden_size, weights["draft"], store, **self._form(head.spec))
             yield from ((0, last, graph) for last, graph in enumerate(graphs))
 
         return self._compiled("draft", head.spec, segments, directory)
 
-    @property
-    def _form(self) -> dict[str, Any]:
-        return {"kv_block_size": self._kv_block_size, "runtime": self._runtime, "dtype": self._dtype}
+    def _form(self, spec: ModelSpec) -> dict[str, Any]:
+        size, limits = self._kv_block_size, self._options.limits
+        geometry = plugin_geometry(spec, size, limits) if self.tensorrt.has_plugins else None
+        return {"kv_block_size": size, "runtime": self._runtime, "dtype": self._dtype, "geometry": geometry}
 
     def _compiled(
         self,
@@ -122,11 +129,7 @@ class TensorRtCompiler:
             path = directory / Path(segment.file.name).with_suffix(".engine").name
             used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
             self._begin(f"{path.stem}: compile {what_is_in(segment)}")
-            onnx_path = onnx_dir / segment.file.name
-            if self.tensorrt.has_plugins:
-                geometry = plugin_geometry(model.spec, self._kv_block_size, with_free_rows(buckets))
-                onnx_path = write_plugin_network(self.tensorrt, onnx_path, geometry)
-            self.compile_segment(onnx_path, segment, used, path)
+            self.compile_segment(onnx_dir / segment.file.name, segment, used, path)
             segments.append(replace(segment, file=FileSpec.of(path), buckets=used))
         return ModelEngine(model.spec, None, tuple(segments))
 
@@ -189,6 +192,29 @@ class TensorRtCompiler:
             streams = self._options.split_streams[bucket.split]
             profile.profile_stream = streams.draft if segment.file.name.startswith("draft.") else streams.target
         return profile
+
+
+def plugin_geometry(spec: ModelSpec, kv_block_size: int, limits: CallLimits) -> Geometry:
+    """Returns the plugins' attributes for this machine's GPU, on which all rows of a call may be one sequence's."""
+    num_sms, capability = _device()
+    return Geometry(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        kv_block_size=kv_block_size,
+        max_rows=max(bucket.ranges["T"][2] for bucket in call_buckets(spec, kv_block_size, limits)),
+        tile_rows=TILE_ROWS,
+        num_sms=num_sms,
+        capability=capability,
+    )
+
+
+def _device() -> tuple[int, int]:
+    """Returns SMs and compute capability of the GPU, the only one that full TensorRT compiles for."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.multi_processor_count, 10 * properties.major + properties.minor
 
 
 def what_is_in(segment: SegmentSpec) -> str:

@@ -1,8 +1,8 @@
-"""`faser::PrunedChunkAttention` for TensorRT: tensors, types, attributes, grid and arguments.
+"""Attention as two TensorRT plugins, `AttendSplits` and `CombineSplits`: tensors, attributes, grid and arguments.
 
 All functions take numbers and names, so that they are tested without TensorRT. Dimensions may be integers or a
-compiler's expressions; `DimensionOps` combines those. One op of a graph becomes two, one for each kernel that is
-compiled into the engine, see docs/tensorrt-plugin.md.
+compiler's expressions; `DimensionOps` combines those. Each op is a kernel that is compiled into the engine, see
+docs/tensorrt-plugin.md.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from faser_backend.plugins.attention_config import (
 
 NAMESPACE = "faser"
 VERSION = "1"
-ATTENTION_OP = "PrunedChunkAttention"  # of a segment's graph; its two kernels are the other ops
-ATTEND_OP = "AttendSplits"  # the first kernel alone
-COMBINE_OP = "CombineSplits"  # the second
+ATTEND_OP = "AttendSplits"  # the first kernel
+COMBINE_OP = "CombineSplits"  # the second; its output is [T, num_heads, head_dim]
 
 ATTENTION_INPUTS = (
     "q",  # [T, num_heads, head_dim]
@@ -36,7 +35,6 @@ ATTENTION_INPUTS = (
     "context_lens",  # [B] int32
     "slot_mapping",  # [T] int32
 )
-ATTENTION_OUTPUTS = ("attended", "k_pool_out", "v_pool_out")  # [T, num_heads, head_dim]; the pools
 ATTEND_OUTPUTS = ("mixed_parts", "stat_parts", "k_pool_out", "v_pool_out")  # [P, num_heads, head_dim | 2] float32
 COMBINE_INPUTS = ("mixed_parts", "stat_parts", "q", "block_table", "cu_rows")  # q and block_table for their shapes
 INDEX_INPUTS = ATTENTION_INPUTS[5:]  # int32
@@ -58,7 +56,7 @@ class DimensionOps(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The op's attributes, all integers: the plugin's serialised fields, in this order."""
+    """Both ops' attributes, all integers: the plugins' serialised fields, in this order."""
 
     num_heads: int
     num_kv_heads: int
@@ -73,10 +71,10 @@ class Geometry:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{ATTENTION_OP}.{field.name} = {value!r}: must be an integer of at least 1")
+                raise ValueError(f"{ATTEND_OP}.{field.name} = {value!r}: must be an integer of at least 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
-                f"{ATTENTION_OP}.num_heads = {self.num_heads}: must be a multiple of {self.num_kv_heads} KV heads"
+                f"{ATTEND_OP}.num_heads = {self.num_heads}: must be a multiple of {self.num_kv_heads} KV heads"
             )
 
     @property
@@ -92,7 +90,7 @@ class Geometry:
         """Makes the geometry from attributes. Raises ValueError naming those that are missing or unknown."""
         known = {field.name for field in fields(cls)}
         if wrong := sorted(known ^ set(values)):
-            raise ValueError(f"{ATTENTION_OP}: attributes {', '.join(wrong)}: missing or unknown")
+            raise ValueError(f"{ATTEND_OP}: attributes {', '.join(wrong)}: missing or unknown")
         return cls(**{name: int(value) for name, value in values.items()})
 
     def launch_config(self, dtype: str) -> LaunchConfig:

@@ -18,7 +18,6 @@ from faser_backend.engines.tensorrt_buckets import (
     call_buckets,
     narrowed,
     shapes_of,
-    with_free_rows,
 )
 from faser_backend.manifest import BucketSpec, EngineManifest, TensorSpec
 from tests.support.tiny_models import write_checkpoint
@@ -67,11 +66,6 @@ def test_shapes_follow_the_dimensions_of_a_tensor() -> None:
     assert shapes_of(table, bucket) == ((1, 1), (4, 32), (4, 63))
     assert shapes_of(pool, bucket)[0] == (2, 1, 16, 8)
     assert set(narrowed(bucket, [pool, table]).ranges) == {"NB", "B", "MB"}
-
-
-def test_packed_attention_may_get_all_rows_of_a_call_from_one_sequence() -> None:
-    for bucket in with_free_rows(call_buckets(SPEC, 16, CallLimits())):
-        assert bucket.ranges["Q"] == bucket.ranges["T"]
 
 
 def test_the_context_is_the_models_up_to_a_limit() -> None:

@@ -16,7 +16,8 @@ from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
-from faser_backend.plugins.tensorrt_contract import ATTENTION_OP, NAMESPACE
+from faser_backend.plugins.tensorrt_contract import ATTEND_OP, NAMESPACE
+from tests.plugins.test_tensorrt_plugin_network import GEOMETRY
 from tests.support.gathered_runner import GatheredRunner, Padding
 from tests.support.tiny_models import (
     largest_error,
@@ -132,20 +133,19 @@ def test_a_weight_that_the_dtype_cannot_hold_is_refused(source: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_the_plugin_body_is_the_bare_op(dtype: str, source: Path, tmp_path: Path) -> None:
+def test_a_layer_of_the_plugin_body_reads_and_writes_its_pools(dtype: str, source: Path, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint.fields)
     store = WeightStore(tmp_path / "weights")
-    graph = build_segment(
-        spec, ModelWeights(checkpoint, spec), store, 1, 3, kv_block_size=4, runtime="tensorrt", dtype=dtype
-    )
+    form = {"kv_block_size": 4, "runtime": "tensorrt", "dtype": dtype, "geometry": GEOMETRY}
+    graph = build_segment(spec, ModelWeights(checkpoint, spec), store, 1, 3, **form)
     store.close()
     model = graph.model
     path = tmp_path / "segment.onnx"
     path.write_bytes(model.SerializeToString())
     onnx.checker.check_model(path)
     assert not model.functions
-    nodes = [node for node in model.graph.node if node.op_type == ATTENTION_OP]
+    nodes = [node for node in model.graph.node if node.op_type == ATTEND_OP]
     assert len(nodes) == 2 and {node.domain for node in nodes} == {NAMESPACE}
     assert list(nodes[0].input[3:]) == [
         "k_pool.1",
@@ -155,7 +155,7 @@ def test_the_plugin_body_is_the_bare_op(dtype: str, source: Path, tmp_path: Path
         "context_lens",
         "slot_mapping",
     ]
-    assert list(nodes[0].output[1:]) == ["k_pool_out.1", "v_pool_out.1"]
+    assert list(nodes[0].output[2:]) == ["k_pool_out.1", "v_pool_out.1"]
     integers = {tensor.name: tensor.dtype for tensor in graph.inputs if tensor.dtype.startswith("int")}
     assert integers == {
         "positions": "int64",

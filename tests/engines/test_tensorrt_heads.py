@@ -21,7 +21,6 @@ from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
 from faser_backend.engines.tensorrt_build import TensorRtCompiler
-from faser_backend.engines.tensorrt_plugin_network import plugin_network
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.files import read_json
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
@@ -131,18 +130,16 @@ class PluginHead:
         own = ModelWeights(checkpoint, head.spec, sources=head.sources, others=("d2t", "t2d"))
         store = WeightStore(directory / "draft.weights")
         store.add("embedding", ModelWeights(target, spec)["embedding"])
-        graphs = build_head(
-            head, spec.hidden_size, own, store, kv_block_size=BLOCK_SIZE, runtime="tensorrt", dtype="fp32"
-        )
+        form = {"kv_block_size": BLOCK_SIZE, "runtime": "tensorrt", "dtype": "fp32", "geometry": GEOMETRY}
+        graphs = build_head(head, spec.hidden_size, own, store, **form)
         store.close()
         ops = [AttendSplits, CombineSplits]
         self.op_types: list[str] = []
         self._runs: list[ReferenceEvaluator] = []
         for index, graph in enumerate(graphs):
-            changed = plugin_network(graph.model, GEOMETRY)
-            self.op_types += [node.op_type for node in changed.graph.node if node.domain == NAMESPACE]
+            self.op_types += [node.op_type for node in graph.model.graph.node if node.domain == NAMESPACE]
             path = directory / f"{index}.plugins.onnx"
-            path.write_bytes(changed.SerializeToString())
+            path.write_bytes(graph.model.SerializeToString())
             self._runs.append(ReferenceEvaluator(str(path), new_ops=ops))
         shape = (HEAD["num_key_value_heads"], NUM_BLOCKS, BLOCK_SIZE, HEAD["head_dim"])
         # Masked values are multiplied by 0, so they must be finite.

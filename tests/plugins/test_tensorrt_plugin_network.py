@@ -1,4 +1,4 @@
-"""The rewritten graph for full TensorRT: attributes, two nodes for one, and equal results.
+"""The graph for full TensorRT: the plugins' attributes, and equal results.
 
 ONNX's reference evaluator runs it with fake ops; a dense run of the model is the reference. TensorRT-RTX's parser is
 that of full TensorRT up to the plugin's creation.
@@ -22,12 +22,11 @@ from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
-from faser_backend.engines.tensorrt_buckets import CallLimits, call_buckets
-from faser_backend.engines.tensorrt_plugin_network import plugin_geometry, plugin_network
+from faser_backend.engines.tensorrt_buckets import MAX_VERIFY_ROWS, CallLimits
+from faser_backend.engines.tensorrt_build import plugin_geometry
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.plugins import reference
 from faser_backend.plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, NAMESPACE, Geometry
-from faser_backend.plugins.tensorrt_import import TensorRtError
 from tests.support.tiny_models import reference_logits, reference_model, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,42 +88,39 @@ def model(source: Path) -> onnx.ModelProto:
     spec = read_spec(checkpoint.fields)
     store = WeightStore(source / "weights")
     graph = build_segment(
-        spec, ModelWeights(checkpoint, spec), store, 0, 3, kv_block_size=BLOCK_SIZE, runtime="tensorrt", dtype="fp32"
+        spec,
+        ModelWeights(checkpoint, spec),
+        store,
+        0,
+        3,
+        kv_block_size=BLOCK_SIZE,
+        runtime="tensorrt",
+        dtype="fp32",
+        geometry=GEOMETRY,
     )
     store.close()
     return graph.model
 
 
-def test_every_attention_node_is_replaced_and_all_else_stays(model: onnx.ModelProto) -> None:
-    changed = plugin_network(model, GEOMETRY)
-    ops = [node.op_type for node in changed.graph.node if node.domain == NAMESPACE]
+def test_every_layer_has_a_node_of_each_plugin(model: onnx.ModelProto) -> None:
+    ops = [node.op_type for node in model.graph.node if node.domain == NAMESPACE]
     assert ops == [ATTEND_OP, COMBINE_OP] * 3
-    assert sum(node.domain == "" for node in changed.graph.node) == sum(node.domain == "" for node in model.graph.node)
-    names = [node.name for node in changed.graph.node]
-    assert len(set(names)) == len(names)
-    for part in ("input", "output", "initializer"):
-        assert getattr(changed.graph, part) == getattr(model.graph, part)
-    assert [op.domain for op in changed.opset_import] == [op.domain for op in model.opset_import]
+    assert [op.domain for op in model.opset_import] == ["", NAMESPACE]
 
 
 def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_spec(open_checkpoint(source).fields)
-    buckets = call_buckets(spec, BLOCK_SIZE, CallLimits(max_prefill_tokens=64))
-    monkeypatch.setattr("faser_backend.engines.tensorrt_plugin_network._device", lambda: (132, 90))
-    assert plugin_geometry(spec, BLOCK_SIZE, buckets) == GEOMETRY
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_full_tensorrt_needs_its_gpu(source: Path) -> None:
-    spec = read_spec(open_checkpoint(source).fields)
-    with pytest.raises(TensorRtError, match=r"TensorRT compiles for this machine's GPU, but torch .* finds none"):
-        plugin_geometry(spec, BLOCK_SIZE, call_buckets(spec, BLOCK_SIZE, CallLimits()))
+    monkeypatch.setattr("faser_backend.engines.tensorrt_build._device", lambda: (132, 90))
+    limits = CallLimits(max_num_seqs=2, max_prefill_tokens=64)
+    assert plugin_geometry(spec, BLOCK_SIZE, limits) == GEOMETRY  # all rows of a call may be one sequence's
+    more = CallLimits(max_num_seqs=8, max_prefill_tokens=64)
+    assert plugin_geometry(spec, BLOCK_SIZE, more).max_rows == 8 * MAX_VERIFY_ROWS
 
 
 def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:
     """The parser finds the op by name and namespace, and passes the node's attributes as fields."""
     path = source / "parsed.onnx"
-    path.write_bytes(plugin_network(model, GEOMETRY).SerializeToString())
+    path.write_bytes(model.SerializeToString())
     command = [sys.executable, "-m", "tests.support.parse_plugin_network", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip(), done.stderr
@@ -133,9 +129,8 @@ def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto,
 
 
 def test_the_graph_gives_a_dense_runs_logits(model: onnx.ModelProto, source: Path) -> None:
-    changed = plugin_network(model, GEOMETRY)
     path = source / "plugins.onnx"
-    path.write_bytes(changed.SerializeToString())
+    path.write_bytes(model.SerializeToString())
     evaluator = ReferenceEvaluator(str(path), new_ops=[AttendSplits, CombineSplits])
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 97, 11)
