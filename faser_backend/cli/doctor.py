@@ -55,8 +55,12 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
         _check("CPU kernels", _host_kernels, is_needed=True),
         _check("Triton server", lambda: str(find_triton().binary), is_needed=True),
         _check("Triton Python stub", _stub, is_needed=True),
-        _check("model repository", _repository, is_needed=True),
-        _check("demo pair", _demo_pair),
+        _check(
+            "model repository",
+            lambda: _holding(MODEL_REPO, "tensorrt_llm/config.pbtxt", "install faser-backend again"),
+            is_needed=True,
+        ),
+        _check("demo pair", lambda: _holding(DEMO_PAIR, "target/model.safetensors", "--engine-dir is needed")),
         gpu,
         _check("green contexts", lambda: _green_contexts(load_driver))
         if gpu.is_ok
@@ -137,16 +141,10 @@ def _stub() -> str:
     return "part of the server" if stub is None else str(stub)
 
 
-def _repository() -> str:
-    if not (MODEL_REPO / "tensorrt_llm" / "config.pbtxt").is_file():
-        raise FileNotFoundError(f"{MODEL_REPO}: missing; install faser-backend again")
-    return str(MODEL_REPO)
-
-
-def _demo_pair() -> str:
-    if not (DEMO_PAIR / "target" / "model.safetensors").is_file():
-        raise FileNotFoundError(f"{DEMO_PAIR}: missing; --engine-dir is needed")
-    return str(DEMO_PAIR)
+def _holding(folder: Path, file: str, remedy: str) -> str:
+    if not (folder / file).is_file():
+        raise FileNotFoundError(f"{folder}: missing; {remedy}")
+    return str(folder)
 
 
 def _gpu(load_driver: LoadDriver) -> str:
@@ -259,14 +257,10 @@ def _cpu_report(engine_dir: Path, manifest: EngineManifest, models: ModelPair, c
         free_bytes = runtime.free_bytes()
     finally:
         runtime.close()
-    # The project's kernels read weights from the file; graphs hold copies.
-    how = "mapped, shared by all engines of the directory" if manifest.runtime_spec.is_weights_only else "resident"
     num_contexts = num_blocks * size / models.max_context
-    lines = [_line(free_bytes, "free on this machine")]
-    if manifest.runtime_spec.is_cpu:
-        lines.insert(0, f"{manifest.compute:>12}  products")
+    lines = [f"{manifest.compute:>12}  products", _line(free_bytes, "free on this machine")]
     lines += [
-        _line(model.num_weight_bytes, f"weights of the {name}, {how}")
+        _line(model.num_weight_bytes, f"weights of the {name}, mapped, shared by all engines of the directory")
         for name, model in zip(ModelPair._fields, models.present, strict=False)
     ]
     pool = f"{num_blocks} KV blocks of {size} tokens, {num_blocks * size} in all: {num_contexts:.1f} requests of"

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,14 @@ class _Endpoints:
     client: EngineClient
 
     def __init__(self, model: ServedModel, metrics_address: str | None, shows_speculation: bool) -> None:
-        self._model, self._metrics_address, self._shows_speculation = model, metrics_address, shows_speculation
+        self._described, self._metrics_address, self._shows_speculation = model, metrics_address, shows_speculation
         self._created = int(time.time())
+
+    @property
+    def _model(self) -> ServedModel:
+        """The model of the engine that gets new requests; until one is reached, that of the engine directory."""
+        engine = self.client.handshake
+        return self._described if engine is None else replace(engine.model, name=self._described.name)
 
     async def page(self, _: Request) -> Response:
         """A chat in the browser."""
@@ -136,8 +143,9 @@ class _Endpoints:
         self._check_model(body.model)
         if self._shows_speculation and body.spec_decode_metrics is None:
             body.spec_decode_metrics = "summary"
-        wanted = await asyncio.to_thread(generations, body, self._model)
-        make_reply = partial(reply, body, wanted, self._model)
+        model = self._model
+        wanted = await asyncio.to_thread(generations, body, model)
+        make_reply = partial(reply, body, wanted, model)
         return GeneratedResponse(self.client, wanted, make_reply, is_streamed=bool(body.stream))
 
     def _shown_model(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The client of the engine of the same launch: token ids over its socket, without Triton between.
 
-A step's outputs come in one message for all requests. Requests for logits, and those that come while no engine listens
-at the socket, go through Triton. After a reload, new requests go to the new engine, and the old one answers its own.
+A step's outputs come in one message for all requests. Requests for logits, and all if there is no socket, go through
+Triton. After a reload, new requests go to the new engine, and the old one answers its own.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +22,15 @@ from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.openai.requests import Generation
 from faser_backend.openai.triton_client import TokenClient
 from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
+from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.text.guides import read_guide
-from faser_backend.triton.link import DIRECT, SocketLink, socket_id
+from faser_backend.triton.link import DIRECT, Handshake, SocketLink, socket_id
 
 _log = logging.getLogger(__name__)
 FOLLOW_POLL_S = 0.2  # between two checks for a new engine
 CONNECT_S = 5.0
+SEND_S = 5.0  # time for the engine to take a request
+NOT_READY = Failure(ErrorCode.UNAVAILABLE, "the engine is not ready")
 GONE = Failure(ErrorCode.UNAVAILABLE, "the engine process is gone")
 CANCELLED = Failure(ErrorCode.CANCELLED, "Request cancelled")
 
@@ -39,6 +43,7 @@ class _Connection:
         self.is_gone = False
         self._events = events
         self.link = SocketLink(path, CONNECT_S, self._deliver)
+        AnswerStream(self.link.handshake.model.tokenizer)  # makes its table of bytes before a client waits for it
 
     def _deliver(self, outputs: list[EngineOutput] | None) -> None:
         with suppress(RuntimeError):  # the event loop is closed
@@ -66,27 +71,39 @@ class EngineClient(TokenClient):
         self._numbers = itertools.count()
         self._follower = socket and asyncio.create_task(self._follow(socket))
 
+    @property
+    def handshake(self) -> Handshake | None:
+        """The facts of the engine that gets new requests; None until one is reached."""
+        return self._connection and self._connection.link.handshake
+
+    async def is_ready(self) -> bool:
+        # Triton is not asked before the engine listens: after failures, gRPC waits for minutes until it tries again.
+        is_reached = self._connection is not None and not self._connection.is_gone
+        return (is_reached or self._follower is None) and await super().is_ready()
+
     async def generate(
         self, wanted: Generation, headers: dict[str, str]
     ) -> AsyncGenerator[tuple[EngineOutput, list[bool] | None], None]:
         """Works as TokenClient.generate. The flags are None: accepted tokens come first in each output."""
         request = wanted.request
         has_logits = request.wants_generation_logits or request.wants_context_log_probs
-        if self._connection is None or has_logits:
+        if self._follower is not None and self._connection is None:
+            raise FailedError(NOT_READY)
+        if self._follower is None or has_logits:
             async with aclosing(super().generate(wanted, headers)) as outputs:
                 async for output in outputs:
                     yield output
             return
         guide = wanted.guide and await asyncio.to_thread(read_guide, wanted.guide.kind, wanted.guide.text)
-        if (connection := self._connection) is None:
-            raise FailedError(GONE)
+        connection = self._connection
+        assert connection is not None
         request = replace(request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
         queue = connection.waiting[request.request_id] = asyncio.Queue()
         life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers, error=CANCELLED.message)
         sequence = life.sequences[request.request_id] = SequenceLife.of(request)
         is_ended = False
         try:
-            connection.link.submit(request, "")
+            await _taken(connection.link.submit(request, ""))
             while not is_ended:
                 output = await queue.get()
                 is_ended = output.is_final
@@ -125,9 +142,23 @@ class EngineClient(TokenClient):
             if socket_id(path) not in ((), known):
                 with suppress(Exception):  # tried again; meanwhile a lost engine's requests fail
                     self._connection = await asyncio.to_thread(_Connection, path, asyncio.get_running_loop())
+                    if old is None:
+                        print("the engine is reached", flush=True)  # `faser serve` waits for this line
                     self._close_replaced(old)
             await asyncio.sleep(FOLLOW_POLL_S)
 
     def _close_replaced(self, connection: _Connection | None) -> None:
         if connection is not None and connection is not self._connection and not connection.waiting:
             connection.link.close()
+            tokenizer = connection.link.handshake.model.tokenizer
+            asyncio.get_running_loop().run_in_executor(None, tokenizer.close)  # a conversation may be rendered now
+
+
+async def _taken(sent: Future[None]) -> None:
+    """Waits until the engine has taken a request. Raises FailedError."""
+    try:
+        await asyncio.wait_for(asyncio.wrap_future(sent), SEND_S)
+    except TimeoutError:
+        raise FailedError(Failure(ErrorCode.UNAVAILABLE, f"the engine took no request for {SEND_S:g} s")) from None
+    except OSError:
+        raise FailedError(GONE) from None

@@ -94,10 +94,9 @@ def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedMode
     """Describes the model of an engine directory. Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
     models = served_models(manifest, EngineConfig.from_options(draft=draft))
-    max_context = min(models.max_context, options.served_context or models.max_context)
     prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template)
     tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
-    name, limits = options.model_name or engine_dir.resolve().name, Limits(models.vocab_size, max_context)
+    name, limits = options.model_name or engine_dir.resolve().name, Limits(models.vocab_size, models.max_context)
     return ServedModel.of(name, manifest, limits, tokenizer, options.max_text_bytes)
 
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 CHECKING = "checking the engine's files"
-LOADING_FILE = "faser-loading"  # in a server's launch folder: the phase of its engine
+LOADING_FILE = "faser-loading"  # in a server's launch folder: the phases and warnings of its engine, by line
 DETAIL_S = 10.0  # between two lines on one phase
 log = logging.getLogger("faser.loading")
 
@@ -102,11 +102,11 @@ def shown_phases(log_line: Callable[[str], None] | None = None, *, in_pipes: boo
 
 @contextmanager
 def written_phases(folder: Path) -> Iterator[None]:
-    """Writes the phase of this process to the launch folder of its server."""
+    """Writes the phases and warnings of this process to the launch folder of its server."""
 
     def write(what: str) -> None:
-        with suppress(OSError):  # a full disk: the phase is not shown
-            (folder / LOADING_FILE).write_text(what)
+        with suppress(OSError), (folder / LOADING_FILE).open("a") as file:  # a full disk: the phase is not shown
+            file.write(f"{what}\n")
 
     with reporting_to(write):
         yield

@@ -131,7 +131,6 @@ class OpenAIOptions(PromptOptions):
     """The options of the OpenAI server, which `faser openai` starts, or `faser serve` beside Triton."""
 
     triton: str = option("127.0.0.1:8001", TRITON_URL)
-    served_context: int | None = option(None, "Limit requests to this many tokens.", unset="the models' context", ge=1)
     engine_socket: Path | None = option(None, "Reach the engine by this socket.")
     triton_metrics: str | None = option(None, "Answer /metrics from Triton's metrics at HOST:PORT.")
     port: int = option(9000, "Listen on this port.")

@@ -32,7 +32,10 @@ def preprocess(tensors: Tensors, model: ServedModel) -> list[NamedArray]:
     """
     tokenizer = model.tokenizer
     refuse_unsupported(tensors)
-    rows = [_present(row) for row in split_batch(tensors, ("QUERY", "MESSAGES"))]
+    rows: list[Tensors] = [
+        {name: array for name, array in row.items() if array.size}
+        for row in split_batch(tensors, ("QUERY", "MESSAGES"))
+    ]
     prompts = [_read_prompt(row, tokenizer, model.max_text_bytes) for row in rows]
     if any("REQUEST_OUTPUT_LEN" not in row for row in rows):
         raise RequestError("REQUEST_OUTPUT_LEN", None, f"needs one value per prompt, {len(rows)}")
@@ -79,11 +82,6 @@ def postprocess(tensors: Tensors, tokenizer: TextTokenizer, *, skips_special_tok
             raise RequestError("TOKENS_BATCH", bad, f"token ids must lie in [0, {tokenizer.vocab_size - 1}]")
         texts.append(tokenizer.decode(ids.tolist(), skips_special_tokens=skips_special_tokens).encode())
     return [("OUTPUT", np.array(texts, dtype=object))]
-
-
-def _present(row: Tensors) -> Tensors:
-    """Returns the tensors that are not empty."""
-    return {name: array for name, array in row.items() if array.size}
 
 
 def _read_prompt(row: Tensors, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from faser_backend.core.config import EngineConfig
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import open_engine
-from faser_backend.serving.drafting import served_models
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServingOptions
@@ -52,7 +51,6 @@ class EngineHost:
             cancellation_period_s=min(options.cancellation_check_period_ms, 100) / 1e3,
             takes_stop_requests=options.stop_requests != "off",
         )
-        self.is_clipped = engine.limits.max_context < served_models(manifest, config).max_context
         self.loop = EngineLoop(
             engine,
             on_metrics=reporter.report,

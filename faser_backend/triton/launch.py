@@ -28,7 +28,6 @@ from faser_backend.serving.runtimes import check_device
 from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
 from faser_backend.triton.heartbeat import HangWatch
-from faser_backend.triton.launch_folder import CONTEXT_FILE
 from faser_backend.triton.link import socket_path
 from faser_backend.triton.model_configs import CONTRACTS
 from faser_backend.triton.server import DRAIN_S, ERROR_REPLY_S, TritonServer
@@ -57,10 +56,10 @@ def check_engine(engine_dir: Path | None, config: EngineConfig, chat_template_fi
 def serve_until_signalled(
     options: ServeOptions, parameters: Mapping[str, str], *, log_format: str = "text", openai: list[str] | None = None
 ) -> int:
-    """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status.
+    """Runs the server until SIGINT, SIGTERM or its own end. Returns the exit status, as docs/operating.md lists them.
 
     parameters: as in TritonServer. log_format: of the lines on stderr.
-    openai: the command of the OpenAI server, which starts after Triton is ready and drains before it.
+    openai: the command of the OpenAI server, which listens before Triton is ready and drains before it.
     """
     log = line_logger(log_format, "serve")
     is_signalled = threading.Event()
@@ -74,32 +73,28 @@ def serve_until_signalled(
         signal.signal(number, note)
     with TritonServer(options, parameters) as server, contextlib.ExitStack() as stack:
         phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(log, "INFO")))
+        openai_server = None
+        if openai is not None:
+            phases.begin("starting OpenAI's API")
+            openai_server = OpenAIProcess(openai)
+            stack.callback(openai_server.stop, is_hurried=lambda: True)
+            openai_server.wait_for_line(should_stop=is_signalled.is_set)
         phases.begin(f"starting Triton Inference Server, log in {server.log_file}")
 
+        loading = stack.enter_context((server.log_file.parent / LOADING_FILE).open("a+"))
+
         def is_over() -> bool:
-            with contextlib.suppress(OSError):  # the engine does not load yet
-                phases.begin((server.log_file.parent / LOADING_FILE).read_text() or phases.now)
+            for line in loading:
+                phases.begin(line.strip())
             return is_signalled.is_set()
 
         server.wait_ready(should_stop=is_over)
-        openai_server = None
-        with contextlib.suppress(OSError):
-            context = (server.log_file.parent / CONTEXT_FILE).read_text()
-            log("WARNING", f"context clipped to {context} tokens, which fit the memory; see --num-kv-blocks")
-            openai = openai and [*openai, f"--served-context={context}"]
-        if openai is not None and not is_signalled.is_set():
-            phases.begin("starting OpenAI's API")
-            openai_server = OpenAIProcess([*openai, f"--engine-socket={socket_path(server.process.pid)}"])
-            stack.callback(openai_server.stop, is_hurried=lambda: True)
-            openai_server.wait_ready(should_stop=is_signalled.is_set)
+        if openai_server is not None and not is_signalled.is_set():
+            openai_server.connect(server.process.pid, should_stop=is_signalled.is_set)
         phases.end()
-        if not is_signalled.is_set():
-            print(
-                f"ready: HTTP {options.host}:{options.http_port}, gRPC {options.host}:{options.grpc_port}, "
-                f"metrics {options.host}:{options.metrics_port}; models {', '.join(CONTRACTS[options.contract])}"
-                + (f"; {openai_server.first_line}" if openai_server is not None else ""),
-                flush=True,
-            )
+        is_started = not is_signalled.is_set()
+        if is_started:
+            print(_ready_line(options, openai_server), flush=True)
         models = set(server.model_processes().values())
         watch = HangWatch(server.log_file.parent.name, options.hang_timeout)
         while not is_signalled.wait(WATCH_S):
@@ -119,11 +114,18 @@ def serve_until_signalled(
                 reason = f"Triton ended: {server.failure_reason()}"
             log("ERROR", reason)
             return 1
-        log("INFO", "draining; a second signal ends at once")
+        log("INFO", "draining; a second signal ends at once" if is_started else "interrupted before it was ready")
         if openai_server is not None:
             openai_server.stop(is_hurried=lambda: len(signals) > 1)
         server.stop(is_hurried=lambda: len(signals) > 1)
-    return 0
+    return 0 if is_started else 128 + signals[0]
+
+
+def _ready_line(options: ServeOptions, openai_server: OpenAIProcess | None) -> str:
+    names = {"HTTP": options.http_port, "gRPC": options.grpc_port, "metrics": options.metrics_port}
+    ports = ", ".join(f"{name} {options.host}:{port}" for name, port in names.items())
+    line = f"ready: {ports}; models {', '.join(CONTRACTS[options.contract])}"
+    return line if openai_server is None else f"{line}; {openai_server.address}"
 
 
 def _kill_hung(
@@ -141,27 +143,36 @@ def _kill_hung(
 
 
 class OpenAIProcess:
-    """A process of `faser openai`. It is ready when it prints its first line."""
+    """A process of `faser openai`. It prints a line once it listens, and one once it has reached the engine."""
 
     def __init__(self, command: list[str]) -> None:
+        self.address = ""
+        self._engine_socket = socket_path(os.getpid())  # not by Triton's id: until it is ready, it may start again
+        self._engine_socket.unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            command,
+            [*command, f"--engine-socket={self._engine_socket}"],
             stdout=subprocess.PIPE,
             text=True,
             start_new_session=True,  # Ctrl-C reaches `faser serve`, which then drains it once
             preexec_fn=die_with_parent,  # noqa: PLW1509 - one system call, no lock and no allocation
         )
-        self.first_line = ""
 
-    def wait_ready(self, *, should_stop: Callable[[], bool]) -> None:
+    def connect(self, server_pid: int, *, should_stop: Callable[[], bool]) -> None:
+        """Lets it reach the engine of this Triton server, and waits until it has."""
+        self._engine_socket.symlink_to(socket_path(server_pid))
+        self.wait_for_line(should_stop=should_stop)
+
+    def wait_for_line(self, *, should_stop: Callable[[], bool]) -> None:
         """Raises ConfigError if it ends or prints nothing in OPENAI_START_S. Its own error goes to stderr."""
         assert self.process.stdout is not None
         deadline_s = time.monotonic() + OPENAI_START_S
         while not should_stop() and time.monotonic() < deadline_s:
             if select.select([self.process.stdout], [], [], 0.2)[0]:
-                self.first_line = self.process.stdout.readline().strip()
-                break
-        if not self.first_line and not should_stop():
+                if not (line := self.process.stdout.readline().strip()):
+                    break
+                self.address = self.address or line
+                return
+        if not should_stop():
             raise ConfigError("the OpenAI server did not start; its error is above")
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
@@ -173,3 +184,4 @@ class OpenAIProcess:
                 time.sleep(0.05)
         self.process.kill()
         self.process.wait()
+        self._engine_socket.unlink(missing_ok=True)

@@ -22,7 +22,6 @@ SHARED_MEMORY = Path("/dev/shm")
 MIN_BYTES = 1 << 20  # free space for configurations, links and the start of a log
 LOCK_FILE = "owner"  # locked as long as its `faser serve` runs
 DRAIN_FILE = "faser-drain"  # its existence asks for a drain
-CONTEXT_FILE = "faser-context"  # holds the tokens of a context, if memory does not hold the models'
 POLL_S = 0.1
 
 

@@ -16,6 +16,7 @@ import stat
 import tempfile
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -93,14 +94,18 @@ class FrameSocket:
         self._max_received, self._max_sent = max_received, max_sent
         self._lock = threading.Lock()
 
-    def send(self, data: bytes) -> None:
-        """Raises PackingError if the frame is too long, and OSError if the other end has closed."""
+    def check(self, data: bytes) -> bytes:
+        """Returns the frame. Raises PackingError if it is too long."""
         if len(data) > self._max_sent:
             error = PackingError(f"frame = {len(data)} bytes: must be at most {self._max_sent}")
             error.code = ErrorCode.TOO_LONG
             raise error
+        return data
+
+    def send(self, data: bytes) -> None:
+        """Blocks while the other end reads nothing. Raises PackingError, and OSError if the other end has closed."""
         with self._lock:
-            self._connection.send_bytes(data)
+            self._connection.send_bytes(self.check(data))
 
     def receive(self) -> bytes | None:
         """Returns the next frame, or None if the other end has closed. Raises OSError for a frame that is too long."""
@@ -270,8 +275,9 @@ class LinkServer:
                     raise
                 except Exception as error:  # its logits exceed a frame or the memory; nothing was sent
                     subscription.cancel(output.request_id)
+                    name = "return_generation_logits" if output.context_logits is None else "return_context_logits"
                     failed = EngineOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
-                    failed.error = blamed(_logits_field(output), error)
+                    failed.error = blamed(name, error)
                     frames.send(pack(Event(outputs=[failed])))
 
 
@@ -280,12 +286,11 @@ def _has_logits(batch: list[EngineOutput]) -> bool:
     return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
 
 
-def _logits_field(output: EngineOutput) -> str:
-    return "return_context_logits" if output.context_logits is not None else "return_generation_logits"
-
-
 class SocketLink:
-    """A frontend's end of the link. Raises UnavailableError if no engine answers in time, or the engine's error."""
+    """A frontend's end of the link. Raises UnavailableError if no engine answers in time, or the engine's error.
+
+    Commands are sent in order by a thread of the link, so an engine that reads nothing blocks no caller.
+    """
 
     def __init__(self, path: Path, timeout_s: float, deliver: Deliver | None = None) -> None:
         """deliver: takes the lists instead of `outputs`. It is called on the link's thread and must not block."""
@@ -293,6 +298,7 @@ class SocketLink:
         self._deliver = deliver or self.outputs.put
         before = socket_id(path)  # before connecting, so that an engine that starts meanwhile is noticed
         self._frames = _connect(path, timeout_s)
+        self._sender = ThreadPoolExecutor(1, "link-send")
         self.socket_id = before or socket_id(path)  # unset if the first engine started while the link waited
         self._failure: FaserError | None = None
         event = self._receive()
@@ -301,9 +307,12 @@ class SocketLink:
         self.handshake: Handshake = event.handshake
         threading.Thread(target=self._read, name="link-read", daemon=True).start()
 
-    def submit(self, request: Request, client_id: str) -> None:
-        """Raises FaserError if the request cannot be sent, or the error with which the engine closed the link."""
-        self._send(Command("submit", client_id, request))
+    def submit(self, request: Request, client_id: str) -> Future[None]:
+        """Returns a future that ends when the engine has taken the request; until it begins, it can be cancelled.
+
+        Raises FaserError if the request cannot be sent, or the error with which the engine closed the link.
+        """
+        return self._send(Command("submit", client_id, request))
 
     def cancel(self, request_id: str) -> None:
         self._send(Command("cancel", request_id))
@@ -317,13 +326,10 @@ class SocketLink:
     def close(self) -> None:
         self._frames.close()
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: Command) -> Future[None]:
         if self._failure is not None:
             raise self._failure
-        try:
-            self._frames.send(pack(command))
-        except OSError as error:
-            raise UnavailableError(f"the engine process is gone ({error})") from None
+        return self._sender.submit(self._frames.send, self._frames.check(pack(command)))
 
     def _receive(self) -> Event | None:
         """Returns the next event, or None once the engine has closed the link. Raises the engine's error."""

@@ -33,7 +33,7 @@ from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.frontend import Frontend, InflightBatcherContract, LongTexts
 from faser_backend.triton.heartbeat import Heartbeat
-from faser_backend.triton.launch_folder import CONTEXT_FILE, drain_when_asked
+from faser_backend.triton.launch_folder import drain_when_asked
 from faser_backend.triton.link import LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
@@ -278,8 +278,6 @@ class EngineModel(ServingModel):
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None
         handshake = self._host.handshake
-        if self._host.is_clipped:
-            (folder / CONTEXT_FILE).write_text(str(handshake.model.limits.max_context))
         self._frontend = Frontend(
             self._host.loop.subscribe(),
             handshake,

@@ -60,10 +60,7 @@ def test_generate_prints_the_text_then_its_figures(run, engine_dir):
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens = 0: must be at least 1"),
         (["--prompt", "x", "--temperature", "nan"], "temperature = nan: must lie in [0, 100]"),
         (["--prompt", "x", "--policy", "best"], "policy = 'best': unknown; known are none"),
-        (["--prompt", "x", "--policy", "fixed:99"], "policy = 'fixed:99'"),
-        (["--prompt", "x", "--temperature", "-1"], "temperature = -1.0: must lie in [0, 100]"),
         (["--prompt", ""], "prompt = '': is empty; at least 1 token is needed"),
-        (["--prompt-ids", ","], "--prompt-ids = '': is empty"),
         (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
         (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
         ([], "give exactly one of --prompt and --prompt-ids"),
@@ -116,7 +113,6 @@ def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
     [
         (["--target", "nowhere"], "--target = 'nowhere': no such file or directory\n"),
         (["--target", "/dev/zero"], "--target = '/dev/zero': must be a directory or a regular file\n"),
-        (["--target", "x" * 5000], "xxx': no such file or directory\n"),
         (["--target", "some/model"], "`hf download some/model --local-dir DIR`, then --target DIR\n"),
         (["--target", ".", "--draft", "ngrams"], "directory; --draft ngram drafts from n-grams of the text\n"),
         (["--target", DEMO_PAIR / "target/model.safetensors"], f"name its directory: --target {DEMO_PAIR}/target\n"),

@@ -98,9 +98,7 @@ def test_what_a_command_line_gives_comes_back_from_a_configuration():
     ("table", "name", "value", "limit"),
     [
         (EngineConfig, "enable_kv_cache_reuse", "maybe", "should be a valid boolean"),
-        (EngineConfig, "batch_scheduler_policy", "best", "should be 'max_utilization' or"),
         (EngineConfig, "max_gap_ms", "-1", "should be greater than or equal to 0"),
-        (EngineConfig, "max_gap_ms", "nan", "should be greater than or equal to 0"),
         (ServingOptions, "out_of_vocab", "wrap", "should be 'reject' or 'clamp'"),
         (ModelOptions, "triton_max_batch_size", "0", "should be greater than or equal to 1"),
     ],

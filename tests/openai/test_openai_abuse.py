@@ -37,7 +37,7 @@ from tests.support.openai_cases import BASE, FIELDS, MESSAGES, PATHS, WEATHER
 class FakeClient:
     """A fake Triton client: three tokens whose logits are NaN. With `fails` it raises after the first token."""
 
-    fails = False
+    fails, handshake = False, None
 
     def __init__(self, *_: Any) -> None: ...
     async def is_ready(self) -> bool:
@@ -277,14 +277,11 @@ FORM, PLAIN = {"Content-Type": "application/x-www-form-urlencoded"}, {"Content-T
     ("headers", "status"),
     [
         (FORM, 503),  # curl -d; 503: accepted, but there is no Triton server
-        ({"host": "server.lan"}, 503),  # a client that uses another name of the server
         ({"origin": "http://HOST"}, 503),  # the chat page
         ({"origin": "https://chat.example"}, 503),
         ({"origin": "https://evil.example"}, 403),
-        ({"origin": "null"}, 403),
         ({"origin": "http://localhost:1"}, 403),
         ({"origin": "http://evil.example:9000", "host": "evil.example:9000"}, 403),  # DNS rebinding
-        ({"user-agent": "Mozilla/5.0", "host": "evil.example"}, 403),
         ({"sec-fetch-site": "cross-site"}, 403),
         (PLAIN | {"origin": "http://HOST"}, 415),
         (FORM | {"user-agent": "Mozilla/5.0"}, 415),

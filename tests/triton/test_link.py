@@ -101,23 +101,18 @@ def array(*content: object) -> msgpack.ExtType:
 HOSTILE = [
     (plain_command(surprise=1), "Command.request.surprise = 1: unexpected keyword argument"),
     (plain_command(max_tokens="many"), "Command.request.max_tokens = 'many': input should be a valid integer"),
-    (plain_command(max_tokens=[9]), r"Command.request.max_tokens = \[9\]: input should be a valid integer"),
     (plain_command(end_ids=[1, "x"]), r"Command.request.end_ids\[1\] = 'x': input should be a valid integer"),
     (plain_command(sampling={"grammar": {"start": 1}}), "grammar = .*: input should be an instance of Grammar"),
     (plain_command(prompt_ids=[1, 2]), "prompt_ids = .*: input should be an instance of ndarray"),
     (plain_command(prompt_ids=array("object", [2], bytes(16))), "array of 'object': must be one of"),
     (plain_command(prompt_ids=array("int64", [2**61], bytes(16))), "array"),
     (plain_command(prompt_ids=array("int64", [2], bytes(15))), "buffer size"),
-    (plain_command(prompt_ids=array("int64")), "not enough values"),
     (pack({"verb": "close", "id": "x"}), "Command.verb = 'close': input should be 'submit'"),
-    (pack({"verb": "__class__", "id": "x"}), "Command.verb"),
-    (pack({"verb": "stop"}), "Command.id = None: is required"),
     (pack([1]), "Command = .*: input should be a dictionary or an instance of Command"),
     (pack(msgpack.ExtType(5, b"x")), "extension type 5: unknown"),
     (pickle.dumps(("submit", "x")), "no MessagePack"),
     (b"\xdd\xff\xff\xff\xff", "no MessagePack"),
     (b"\x91" * 100_000, "no MessagePack"),
-    (b"", "no MessagePack"),
 ]
 
 
@@ -176,7 +171,6 @@ BAD_BYTES = [
     (struct.pack(">i", 3) + b"\xc1\xc1\xc1", "no MessagePack"),
     (struct.pack(">i", 0x7FFFFFFF), ""),  # longer than any command
     (struct.pack(">iQ", -1, 2**63 - 1), ""),
-    (struct.pack(">i", 100) + b"abc", ""),
     (b"\0\0\0", ""),
 ]
 

@@ -61,57 +61,24 @@ def rope(**changes: Any) -> Callable[[dict], object]:
 
 
 BAD_CONFIGS: dict[str, tuple[str, Callable[[dict], object], Words]] = {
-    "no_family": ("llama", lambda c: c.pop("model_type"), ["model_type", "None", "qwen3"]),
     "unknown_family": ("llama", config(model_type="t5"), ["model_type", "'t5'"]),
-    "family_is_a_list": ("llama", config(model_type=["llama"]), ["model_type", "['llama']"]),
-    "no_layers": ("llama", config(num_hidden_layers=0), ["num_hidden_layers", "0"]),
-    "a_billion_layers": ("llama", config(num_hidden_layers=10**9), ["num_hidden_layers", "1000000000", "1024"]),
     "fewer_layers_than_tensors": ("llama", config(num_hidden_layers=2), ["model.layers.2.", "no part"]),
-    "more_layers_than_tensors": ("llama", config(num_hidden_layers=4), ["model.layers.3.", "missing"]),
-    "width_is_text": ("llama", config(hidden_size="32"), ["hidden_size", "'32'"]),
-    "width_is_true": ("llama", config(hidden_size=True), ["hidden_size", "True"]),
-    "width_is_a_fraction": ("llama", config(hidden_size=32.5), ["hidden_size", "32.5"]),
-    "width_is_missing": ("llama", lambda c: c.pop("hidden_size"), ["hidden_size", "None"]),
-    "width_is_absurd": ("llama", config(hidden_size=10**12), ["hidden_size", "1000000000000"]),
-    "width_is_another": ("llama", config(hidden_size=64), ["embed_tokens", "[97, 32]", "[97, 64]"]),
-    "negative_heads": ("llama", config(num_attention_heads=-4), ["num_attention_heads", "-4"]),
-    "heads_do_not_divide": ("llama", config(num_key_value_heads=3), ["num_key_value_heads", "3", "4"]),
-    "more_kv_heads_than_heads": ("llama", config(num_key_value_heads=8), ["num_key_value_heads", "8"]),
-    "odd_head": ("llama", config(head_dim=7), ["head_dim", "7", "even"]),
     "no_head_dim_fits": ("llama", config(head_dim=None, num_attention_heads=6), ["hidden_size", "32", "6"]),
-    "absurd_mlp": ("llama", config(intermediate_size=1 << 40), ["intermediate_size"]),
-    "absurd_vocabulary": ("llama", config(vocab_size=10**12), ["vocab_size", "1000000000000"]),
     "vocabulary_below_tokenizer": ("llama", config(vocab_size=96), ["vocab_size", "96"]),
-    "absurd_context": ("llama", config(max_position_embeddings=10**12), ["max_position_embeddings"]),
-    "no_context": ("llama", config(max_position_embeddings=0), ["max_position_embeddings", "0"]),
     "eps_is_nan": ("llama", config(rms_norm_eps=float("nan")), ["rms_norm_eps", "nan"]),
-    "eps_is_text": ("llama", config(rms_norm_eps="1e-6"), ["rms_norm_eps", "'1e-6'"]),
-    "tied_is_text": ("llama", config(tie_word_embeddings="yes"), ["tie_word_embeddings", "'yes'"]),
-    "bias_without_tensor": ("llama", config(attention_bias=True), ["q_proj.bias", "missing"]),
-    "mlp_bias_without_tensor": ("llama", config(mlp_bias=True), ["gate_proj.bias", "missing"]),
     "other_activation": ("llama", config(hidden_act="gelu_new"), ["hidden_act", "'gelu_new'", "silu"]),
     "theta_is_zero": ("llama", rope(rope_theta=0), ["rope_theta", "0"]),
-    "theta_is_infinite": ("llama", rope(rope_theta=float("inf")), ["rope_theta", "inf"]),
     "yarn": ("llama", rope(rope_type="yarn"), ["rope_type", "'yarn'", "llama3"]),
-    "dynamic": ("llama", rope(rope_type="dynamic"), ["rope_type", "'dynamic'"]),
-    "longrope": ("llama", rope(rope_type="longrope", short_factor=[1.0]), ["short_factor"]),
     "rope_of_two_kinds_of_layers": ("llama", config(rope_parameters={"full_attention": {}}), ["full_attention"]),
     "no_factor": ("llama", lambda c: c["rope_parameters"].pop("factor"), ["factor", "None"]),
     "frequencies_cross": ("llama", rope(low_freq_factor=4.0), ["low_freq_factor", "4.0"]),
     "no_original_context": ("llama", rope(original_max_position_embeddings=None), ["original_max_position"]),
-    "rope_is_a_list": ("llama", config(rope_parameters=[1]), ["rope_parameters", "[1]"]),
     "partial_rotary": ("llama", config(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
     "gptq": ("llama", config(quantization_config={"quant_method": "gptq", "bits": 4}), ["quant_method", "gptq"]),
-    "fp8": ("llama", config(quantization_config={"quant_method": "fp8"}), ["quant_method", "fp8"]),
-    "unknown_quantization": ("llama", config(quantization_config={"w": 3}), ["quant_method", "unknown"]),
     "window": ("mistral", config(sliding_window=64), ["sliding_window", "64"]),
-    "used_window": ("qwen2", config(use_sliding_window=True), ["use_sliding_window", "True"]),
-    "windowed_layers": ("qwen2", config(layer_types=["sliding_attention"] * 3), ["layer_types", "sliding_attention"]),
     "some_layers_without_experts": ("qwen3_moe", config(mlp_only_layers=[0]), ["mlp_only_layers", "[0]"]),
-    "every_other_layer_with_experts": ("qwen3_moe", config(decoder_sparse_step=2), ["decoder_sparse_step", "2"]),
     "more_chosen_than_experts": ("qwen3_moe", config(num_experts_per_tok=9), ["num_experts_per_tok", "9", "8"]),
     "no_experts": ("qwen3_moe", config(num_local_experts=0), ["num_local_experts", "0"]),
-    "fewer_experts_than_tensors": ("qwen3_moe", config(num_local_experts=4), ["mlp.gate", "[8, 32]", "[4, 32]"]),
 }
 
 
@@ -152,7 +119,6 @@ def test_a_file_that_is_missing(name: str, checkpoint: Path) -> None:
     ("content", "words"),
     [
         ({"model": {}}, ["KeyError"]),
-        ({"model": {"vocab": {"a": "x"}}}, ["ValueError"]),
         ({"model": {"vocab": {}}}, ["no tokens"]),
         ({"model": {"vocab": {"a": -1}}}, ["'a'", "-1"]),
         ({"model": {"vocab": {"a": 10**12}}}, ["vocab_size", "97", "1000000000000"]),
@@ -171,20 +137,13 @@ def set_value(name: str, index: tuple[int, ...], value: float) -> Callable[[dict
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.norm.weight"), ["model.norm.weight", "missing"]),
-        (lambda t: t.pop("lm_head.weight"), ["lm_head.weight", "missing"]),
         (lambda t: t.pop(UP), [UP, "missing"]),
         (lambda t: t.update({UP: t[UP].T.contiguous()}), [UP, "[32, 48]", "[48, 32]"]),
-        (lambda t: t.update({UP: t[UP].flatten()}), [UP, "[1536]"]),
         (lambda t: t.update({UP: torch.tensor(1.0)}), [UP, "[]"]),
         (lambda t: t.update({UP: t[UP].to(torch.float64)}), [UP, "F64", "BF16"]),
-        (lambda t: t.update({UP: t[UP].to(torch.int8)}), [UP, "I8"]),
         (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), [UP, "F8_E4M3"]),
         (lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), ["q_norm", "no part"]),
-        (lambda t: t.update({f"{UP}_scale_inv": torch.ones(1)}), ["scale_inv", "no part"]),
         (set_value(UP, (47, 31), float("nan")), [WEIGHTS, f"{UP}[47, 31]", "nan"]),
-        (set_value(UP, (3, 0), float("-inf")), [WEIGHTS, f"{UP}[3, 0]", "-inf"]),
-        (set_value("model.norm.weight", (5,), float("inf")), ["model.norm.weight[5]", "inf"]),
         (lambda t: t.update({UP: t[UP].to(torch.bfloat16).fill_(float("nan"))}), [f"{UP}[0, 0]", "nan"]),
         (lambda t: t.update({UP: t[UP].to(torch.float16).fill_(float("inf"))}), [f"{UP}[0, 0]", "inf"]),
     ],
@@ -205,21 +164,14 @@ def header_of(entries: dict) -> bytes:
     "damage",
     {
         "empty": lambda data: b"",
-        "half_a_length": lambda data: data[:4],
         "length_beyond_the_file": lambda data: struct.pack("<Q", 1 << 62) + data[8:],
-        "half_a_header": lambda data: data[:200],
-        "header_is_not_json": lambda data: data[:8] + b"x" * (len(data) - 8),
         "half_the_data": lambda data: data[: len(data) // 2],
-        "one_byte_less": lambda data: data[:-1],
         "one_byte_more": lambda data: data + b"\0",
-        "no_offsets": lambda data: header_of({"a": {"dtype": "F32", "shape": [1]}}),
-        "offsets_backwards": lambda data: header_of({"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}}),
         "offsets_beyond": lambda data: header_of({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}),
         "shape_overflows": lambda data: header_of(
             {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 0]}}
         ),
         "unknown_dtype": lambda data: header_of({"a": {"dtype": "F3", "shape": [0], "data_offsets": [0, 0]}}),
-        "a_pickle": lambda data: b"\x80\x04\x95" + data,
     }.items(),
     ids=lambda damage: damage[0],
 )
@@ -239,15 +191,8 @@ def test_pickled_weights_are_not_opened(name: str, checkpoint: Path) -> None:
     ("weight_map", "words"),
     [
         (None, ["weight_map", "None"]),
-        ({}, ["weight_map", "{}"]),
-        ([], ["weight_map", "[]"]),
         ({UP: "../model.safetensors"}, [UP, "../model.safetensors", "plain file name"]),
-        ({UP: "/etc/model.safetensors"}, ["/etc/model.safetensors", "plain file name"]),
-        ({UP: "a\\..\\b.safetensors"}, ["plain file name"]),
-        ({UP: ".."}, ["'..'", "plain file name"]),
-        ({UP: ""}, ["''", "plain file name"]),
         ({UP: 7}, ["7", "plain file name"]),
-        ({UP: "pytorch_model-00001-of-00002.bin"}, [".bin", ".safetensors"]),
         ({UP: "model-00009-of-00009.safetensors"}, ["model-00009-of-00009.safetensors", "missing"]),
         ({"model.of.another": WEIGHTS}, [WEIGHTS, "model.of.another", "missing"]),
         ({UP: WEIGHTS}, ["embed_tokens", "missing"]),
@@ -256,11 +201,6 @@ def test_pickled_weights_are_not_opened(name: str, checkpoint: Path) -> None:
 def test_an_index_that_leads_astray(weight_map: object, words: Words, checkpoint: Path) -> None:
     (checkpoint / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     refuses(checkpoint, words)
-
-
-def test_checkpoints_of_nothing(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint").mkdir()
-    refuses(tmp_path / "checkpoint", ["config.json", "missing"])
 
 
 def test_the_untouched_checkpoints_can_be_built(sources: dict[str, Path], tmp_path: Path) -> None:

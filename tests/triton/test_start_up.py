@@ -177,7 +177,6 @@ def test_a_context_that_memory_does_not_hold_is_clipped(num_blocks: int, max_con
         assert len(drive(engine, [full]).tokens["full"]) == 2  # it is served, and one token more is refused
         with pytest.raises(RequestError, match=str(max_context)):
             engine.submit(request("more", [5] * (max_context - 1), 2))
-    assert describe(OpenAIOptions(served_context=400), tmp_path / "engine", "auto").limits.max_context == 400
     with pytest.raises(ConfigError, match="num_kv_blocks = 15: one context of 256 tokens needs at least 16 blocks"):
         build_engine(tmp_path / "engine", EngineConfig(num_kv_blocks=15))
 
