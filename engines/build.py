@@ -28,7 +28,6 @@ from faser_backend.manifest import DTYPES, MANIFEST_FILE, EngineManifest, FileSp
 from faser_backend.plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.version import VERSION
-from faser_backend.vocabulary import vocab_hash
 
 if TYPE_CHECKING:
     from faser_backend.engines.tensorrt_build import TensorRtCompiler
@@ -136,7 +135,7 @@ def build_engines(
             exit_layers=tuple(exit_layers),
             target=models["target"],
             draft=models.get("draft"),
-            vocab_hash=vocab_hash(pair.tokenizer.vocabulary),
+            vocab_hash=pair.tokenizer.vocab_hash,
             end_ids=pair.end_ids,
             tokenizer=FileSpec.of(tokenizer),
             tokenizer_config=FileSpec.of(config),

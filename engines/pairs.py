@@ -129,9 +129,6 @@ def match_specs(
     if draft is not None:
         _check_vocabularies(target.vocabulary, draft.vocabulary, specs)
         _check_special_tokens(target.special_tokens, draft.special_tokens)
-    token, lowest = min(target.vocabulary.items(), key=lambda entry: entry[1])
-    if lowest < 0:
-        raise CheckpointError(f"{target.path}: token {token!r} has id {lowest}: must be at least 0")
     size = max(target.vocabulary.values()) + 1
     for side, spec in specs.items():
         if spec.vocab_size < size:

@@ -10,11 +10,14 @@ A build reads the checkpoint's tokenizer once and writes three files:
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from faser_backend.engines.checkpoint import (
     CONFIG_FILE,
@@ -29,8 +32,7 @@ from faser_backend.engines.checkpoint import (
     ConfigFields,
     read_json,
 )
-from faser_backend.files import FileError, read_text
-from faser_backend.vocabulary import read_vocabulary
+from faser_backend.files import FileError, check_regular, read_text
 
 PROMPTS_FILE = "prompts.json"
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -46,6 +48,12 @@ class TokenizerFile:
     vocabulary: dict[str, int]  # added tokens included
     special_tokens: dict[int, str]  # added tokens that are marked special, by id
 
+    @property
+    def vocab_hash(self) -> str:
+        """The sha256 over (id, token) in order of id: equal if and only if all ids mean the same tokens."""
+        ordered = sorted((token_id, token) for token, token_id in self.vocabulary.items())
+        return hashlib.sha256(json.dumps(ordered).encode()).hexdigest()
+
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
@@ -58,11 +66,18 @@ class Prompts:
 
 
 def read_tokenizer(path: Path) -> TokenizerFile:
-    """Reads a tokenizer.json. Raises FaserError naming the file."""
-    vocabulary = read_vocabulary(path)
-    added = read_json(path).get("added_tokens", ())
-    special = {int(token["id"]): str(token["content"]) for token in added if token.get("special") is True}
-    return TokenizerFile(path, vocabulary, special)
+    """Reads a tokenizer.json. Raises CheckpointError naming the file."""
+    try:
+        check_regular(path)
+        tokenizer = Tokenizer.from_file(str(path))
+    except FileError as error:
+        raise CheckpointError(str(error)) from None
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception for every cause, and BaseException for a panic
+        raise CheckpointError(f"{path}: not a tokenizer.json ({str(error)!r:.200})") from None
+    special = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    return TokenizerFile(path, tokenizer.get_vocab(with_added_tokens=True), special)
 
 
 def read_prompts(tokenizer: TokenizerFile) -> Prompts:

@@ -40,7 +40,7 @@ def room(name: str, own: str, third_party: str, forbidden_stdlib: str = "") -> R
 
 
 IMPURE = "time threading multiprocessing concurrent asyncio queue random secrets socket subprocess"
-FORMAT = "core manifest runtime_spec vocabulary files"  # the contract between building and serving an engine
+FORMAT = "core manifest runtime_spec files"  # the contract between building and serving an engine
 ENGINE = f"{FORMAT} device cpu cuda policy pipeline text serving places version"  # an engine, from its directory on
 
 
@@ -63,11 +63,10 @@ ROOMS = [
     own_room("api", ENGINE),
     own_room("profiling", ENGINE),
     own_room("cli", f"{ENGINE} triton openai api profiling engines plugins"),
-    own_room("engines", "plugins cpu.kernels manifest runtime_spec vocabulary files version core.errors core.model"),
+    own_room("engines", "plugins cpu.kernels manifest runtime_spec files version core.errors core.model"),
     own_room("plugins", "core.errors"),
-    own_room("manifest", "core runtime_spec vocabulary files", "pydantic"),
+    own_room("manifest", "core runtime_spec files", "pydantic"),
     own_room("runtime_spec", "core", ""),
-    own_room("vocabulary", "core files", ""),
     own_room("files", "core", ""),
     own_room("version", "", ""),
     own_room("places", "", ""),

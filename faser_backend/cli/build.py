@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -137,26 +136,14 @@ def build(*, options: BuildOptions) -> None:
 
 
 def _check_source(option: str, given: str) -> None:
-    """Raises ConfigError, with what was probably meant, if `given` is no checkpoint."""
-    if os.path.isdir(given):
-        return
-    if os.path.isfile(given):
-        if given.endswith(".safetensors"):
-            folder = shown(os.path.dirname(given) or ".")
-            raise ConfigError(f"{option} = {shown(given)!r}: holds only weights; name its directory: {option} {folder}")
-        with open(given, "rb") as file:
-            is_gguf = given.endswith(".gguf") or file.read(4) == b"GGUF"
-        if not is_gguf:
-            raise ConfigError(f"{option} = {shown(given)!r}: must be a checkpoint's directory or a GGUF file")
-        return
-    if os.path.exists(given):
-        raise ConfigError(f"{option} = {shown(given)!r}: must be a directory or a regular file")
-    remedy = ""
-    if option == "--draft" and get_close_matches(given, [NGRAM]):
-        remedy = f"; --draft {NGRAM} drafts from n-grams of the text"
-    elif re.fullmatch(r"[\w.-]+/[\w.-]+", given):
-        remedy = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
-    raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{remedy}")
+    """Raises ConfigError, with what was probably meant, if `given` cannot be a checkpoint."""
+    if given.endswith(".safetensors") and os.path.isfile(given):
+        folder = shown(os.path.dirname(given) or ".")
+        raise ConfigError(f"{option} = {shown(given)!r}: holds only weights; name its directory: {option} {folder}")
+    if not os.path.exists(given):
+        is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", given)
+        hub = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
+        raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{hub if is_name else ''}")
 
 
 def _profile_of(output: Path) -> bytes | None:

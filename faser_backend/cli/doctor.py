@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import platform
-import re
 import sys
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -28,7 +26,6 @@ from faser_backend.serving.runtimes import check_kernel_compiler, has_driver, op
 from faser_backend.triton.server import check_stub, find_triton
 
 RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
-METRICS = "127.0.0.1:8002"  # of a server with the default port
 TORCH_EXTRA = "pip install 'faser-backend[torch]'"
 
 CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
@@ -70,7 +67,6 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
         _check("torch", lambda: _torch(gpu.is_ok), hint=TORCH_EXTRA),
         _check("Triton-language", lambda: version("triton"), hint=TORCH_EXTRA),
         _check("kernel compiler", check_kernel_compiler),
-        *([_check("CUDA graphs", _captures)] if gpu.is_ok else []),
     ]
 
 
@@ -157,17 +153,6 @@ def _gpu(load_driver: LoadDriver) -> str:
     several = f" x {facts.num_gpus}" if facts.num_gpus > 1 else ""
     cuda = f"{facts.driver // 1000}.{facts.driver % 1000 // 10}"
     return f"{facts.name}{several}, {facts.num_sms} SMs, driver for CUDA {cuda}"
-
-
-def _captures() -> str:
-    """Returns how many graphs the server on this machine captured. Raises FaserError if captures failed."""
-    with urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=1) as reply:
-        pairs = re.findall(r'cuda_graph_type="(\w+)"[^}]*\} (\d+)', reply.read().decode())
-    counts = {name: int(float(number)) for name, number in pairs}
-    said = f"{counts.get('captured', 0)} captured by the server at {METRICS}"
-    if failed := counts.get("failed_captures", 0):
-        raise FaserError(f"{said}, {failed} failed: those calls run without, slower; its log says why")
-    return said
 
 
 def _green_contexts(load_driver: LoadDriver) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import secrets
 from typing import Any
 
+import pydantic_core
 from starlette.responses import JSONResponse
 
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
@@ -74,18 +73,5 @@ class Json(JSONResponse):
 
 
 def to_json(data: Any) -> bytes:
-    """Writes any data as JSON: NaN and infinity become null, half surrogate pairs become question marks."""
-    try:
-        return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:
-        return json.dumps(_writable(data)).encode()
-
-
-def _writable(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {_writable(key): _writable(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_writable(each) for each in data]
-    if isinstance(data, str):
-        return data.encode(errors="replace").decode()
-    return None if isinstance(data, float) and not math.isfinite(data) else data
+    """Writes any data as JSON; NaN and infinity become null."""
+    return pydantic_core.to_json(data, inf_nan_mode="null")

@@ -264,7 +264,8 @@ def _call_of(value: object, key: str) -> FunctionCall | None:
         return None
     arguments = value.get(key, value.get("arguments", {}))
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return FunctionCall(value["name"], text)
+    name, text = (each.encode(errors="replace").decode() for each in (value["name"], text))  # no half surrogate pairs
+    return FunctionCall(name, text)
 
 
 def _json_values(text: str) -> list[object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from pathlib import Path
@@ -112,18 +111,6 @@ def test_what_kernels_of_gpus_are_compiled_with(monkeypatch: pytest.MonkeyPatch,
     runtimes.check_device("llvm")
     monkeypatch.setattr(runtimes, "has_driver", lambda: False)
     runtimes.check_device("torch")
-
-
-@pytest.mark.parametrize("num_failed", [0, 3])
-def test_captures_that_failed_are_those_of_the_server_s_metrics(monkeypatch, num_failed: int) -> None:
-    lines = [
-        f'nv_trt_llm_cuda_graph_metrics{{cuda_graph_type="{name}",model="tensorrt_llm",version="1"}} {count}'
-        for name, count in (("captured", 84), ("failed_captures", num_failed))
-    ]
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: io.BytesIO("\n".join(lines).encode()))
-    found = found_with(FakeDriver(132))["CUDA graphs"]
-    assert found.is_ok == (num_failed == 0) and "84 captured" in found.detail
-    assert ("3 failed: those calls run without, slower" in found.detail) == (num_failed == 3)
 
 
 def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,10 @@ from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.gguf_tokenizer import BYTE, CONTROL, UNKNOWN, UNUSED, USER_DEFINED
 from faser_backend.engines.pairs import open_checkpoint
+from faser_backend.engines.tokenizer_files import read_tokenizer
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.vocabulary import read_vocabulary
 from tests.support.chat_templates import CHATML, USER
 from tests.support.gguf_models import Edit, add_vocabulary, write_gguf
 from tests.support.tiny_models import random_model
@@ -158,7 +158,7 @@ def test_where_the_file_does_not_say_the_kind_decides_what_begins_a_prompt(pre: 
 
 def test_special_and_end_tokens_template_and_padding_come_from_the_file(tmp_path: Path):
     checkpoint = open_checkpoint(written(tmp_path, byte_level))
-    vocabulary = read_vocabulary(checkpoint.directory / "tokenizer.json")
+    vocabulary = read_tokenizer(checkpoint.directory / "tokenizer.json").vocabulary
     end, begin = vocabulary["<|end|>"], vocabulary["<s>"]
     assert checkpoint.fields.values["eos_token_id"] == [end, begin]  # end of text, end of turn
     added = json.loads((checkpoint.directory / "tokenizer.json").read_text())["added_tokens"]
@@ -188,7 +188,7 @@ def test_the_engine_directory_reads_and_chats_as_the_file_says(tmp_path: Path):
         assert served.encode_chat("messages", json.dumps(USER))[1] == expected
     finally:
         served.close()
-    vocabulary = read_vocabulary(directory / "tokenizer.json")
+    vocabulary = read_tokenizer(directory / "tokenizer.json").vocabulary
     assert manifest.end_ids == (vocabulary["<|end|>"], vocabulary["<s>"])
     assert manifest.target.spec.vocab_size == len(vocabulary) < manifest.target.spec.padded_vocab_size
 

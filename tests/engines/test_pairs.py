@@ -37,7 +37,8 @@ def refuses(target: Path, draft: Path, *words: str, **options: object) -> None:
 def edit_tokenizer(directory: Path, added: list[dict]) -> None:
     path = directory / "tokenizer.json"
     content = json.loads(path.read_text())
-    content["added_tokens"] = added
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [flags | token for token in added]
     path.write_text(json.dumps(content))
 
 
