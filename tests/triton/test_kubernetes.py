@@ -1,7 +1,11 @@
-"""The manifests of deploy/kubernetes are valid by Kubernetes's schemas and match the server that they start."""
+"""The manifests of deploy/kubernetes are valid by Kubernetes's schemas and match the server that they start.
+
+So does the container in deploy/docker.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -84,6 +88,9 @@ def test_every_option_is_one_of_faser_serve():
     known = {name for option in command.params for name in option.opts}
     assert container()["command"] == ["faser", "serve"]
     assert {argument.partition("=")[0] for argument in container()["args"]} <= known
+    [words] = re.findall("ENTRYPOINT (.+)", (FOLDER.parent / "docker" / "Dockerfile").read_text())
+    entry = json.loads(words)
+    assert entry[:2] == ["faser", "serve"] and {word for word in entry if word.startswith("--")} <= known
 
 
 def test_probes_ask_ports_that_exist():
