@@ -28,6 +28,7 @@ STORED = {  # by our name of the format
     "fp16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "int8": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
+OURS = {"fp16": "bf16"}  # what our engines store instead, because others multiply in bf16 or in halves, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +64,17 @@ def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models"
         path = files[weights] = folder / f"{source.stem}-{weights}.gguf"
         _make(path, write_gguf, source, weights)
         engines[weights] = folder / f"engine-{source.stem}-{weights}"
-        _make(engines[weights], _build, path, None)
+        _make(engines[weights], _build, path, None, weights)
         if head is not None:
             heads[weights] = folder / f"{engines[weights].name}-{head.name}"
-            _make(heads[weights], _build, path, head)
+            _make(heads[weights], _build, path, head, weights)
     checkpoint = folder / f"{source.stem}-checkpoint"
     _make(checkpoint, write_checkpoint, source)
     return ModelFiles(source.stem, files, checkpoint, engines, heads)
 
 
-def _build(output: Path, target: Path, head: Path | None) -> None:
-    build_engines(target, head, output, runtime="llvm")
+def _build(output: Path, target: Path, head: Path | None, weights: str) -> None:
+    build_engines(target, head, output, runtime="llvm", weights=OURS.get(weights))
 
 
 def _make(path: Path, write: Callable[..., object], *given: object) -> None:
