@@ -22,11 +22,10 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.decoder import SegmentGraph, build_head, build_segment
 from faser_backend.engines.eagle3 import Eagle3Head
 from faser_backend.engines.graph import WeightStore
-from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions, call_buckets, narrowed, shapes_of
-from faser_backend.engines.tensorrt_copies import check_no_copies
+from faser_backend.engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of
+from faser_backend.engines.tensorrt_plugins import check_no_copies, plugin_geometry
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
-from faser_backend.plugins.tensorrt_contract import Geometry
 from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
 
@@ -34,8 +33,6 @@ _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 MAX_DEPTH = 2  # of reported phases; deeper ones take milliseconds
 MIN_INTERVAL_S = 0.1  # between two reports of steps: phases have hundreds
-# Rows of a sequence per program of a plugin: a verification of some draft tokens. Prompts' chunks use the same.
-TILE_ROWS = 8
 
 
 class TensorRtCompiler:
@@ -156,7 +153,7 @@ class TensorRtCompiler:
         if self.tensorrt.has_plugins:
             opened = engine if is_open else module.Runtime(log.logger).deserialize_cuda_engine(engine)
             try:
-                _log.info("%s: %s", path.name, check_no_copies(module, opened, path.name))
+                check_no_copies(module, opened, path.name)
             except TensorRtError as error:
                 if not self._options.allows_pool_copies:
                     raise
@@ -192,29 +189,6 @@ class TensorRtCompiler:
             streams = self._options.split_streams[bucket.split]
             profile.profile_stream = streams.draft if segment.file.name.startswith("draft.") else streams.target
         return profile
-
-
-def plugin_geometry(spec: ModelSpec, kv_block_size: int, limits: CallLimits) -> Geometry:
-    """Returns the plugins' attributes for this machine's GPU, on which all rows of a call may be one sequence's."""
-    num_sms, capability = _device()
-    return Geometry(
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        kv_block_size=kv_block_size,
-        max_rows=max(bucket.ranges["T"][2] for bucket in call_buckets(spec, kv_block_size, limits)),
-        tile_rows=TILE_ROWS,
-        num_sms=num_sms,
-        capability=capability,
-    )
-
-
-def _device() -> tuple[int, int]:
-    """Returns SMs and compute capability of the GPU, the only one that full TensorRT compiles for."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return properties.multi_processor_count, 10 * properties.major + properties.minor
 
 
 def what_is_in(segment: SegmentSpec) -> str:

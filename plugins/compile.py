@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of Triton-language kernels: PTX, cubin, registers and shared memory.
+"""Ahead-of-time compilation of Triton-language kernels to PTX.
 
 No GPU is needed. The compiler's two scratch pointers at the end of every parameter list, which no kernel of this
 package uses, are removed: a launch of the result passes exactly `parameters`, in order.
@@ -7,16 +7,12 @@ package uses, are removed: a launch of the result passes exactly `parameters`, i
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 from triton.compiler import ASTSource
 
 WARP_SIZE = 32
@@ -36,12 +32,9 @@ class Compiled:
     name: str
     parameters: tuple[tuple[str, str], ...]  # (name, type such as "*bf16" or "i32"), in launch order
     ptx: str
-    cubin: bytes
     shared_bytes: int
     num_warps: int
     capability: int
-    num_registers: int  # per thread
-    spill_bytes: int  # per thread, stores and loads; 0 if registers suffice
 
 
 def compile_kernel(
@@ -75,9 +68,7 @@ def compile_kernel(
         raise ValueError(f"{kernel.__name__}: needs scratch memory, which only the compiler's own launcher allocates")
     parameters = tuple((name, source.signature[name]) for name in names if name in signature)
     ptx = without_scratch_parameters(built.asm["ptx"], len(parameters))
-    cubin, num_registers, spill_bytes = assemble(ptx, capability)
-    shared_bytes, name = built.metadata.shared, built.metadata.name
-    return Compiled(name, parameters, ptx, cubin, shared_bytes, num_warps, capability, num_registers, spill_bytes)
+    return Compiled(built.metadata.name, parameters, ptx, built.metadata.shared, num_warps, capability)
 
 
 def without_scratch_parameters(ptx: str, num_parameters: int) -> str:
@@ -94,18 +85,3 @@ def without_scratch_parameters(ptx: str, num_parameters: int) -> str:
         raise ValueError(f"{entry[1]}: reads {', '.join(used)}, which no launch would pass")
     kept = "\n\t" + ",\n\t".join(parameters[:num_parameters]) + "\n"
     return ptx[: entry.start(2)] + kept + ptx[entry.end(2) :]
-
-
-def assemble(ptx: str, capability: int) -> tuple[bytes, int, int]:
-    """Assembles PTX with the compiler's ptxas -> (cubin, registers per thread, bytes spilled per thread)."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(ptx)
-        arch = sm_arch_from_capability(capability)
-        command = [get_ptxas(capability).path, "-v", f"--gpu-name={arch}", str(source), "-o", str(cubin)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise ValueError(f"ptxas refused the kernel for {arch}: {done.stderr.strip()}")
-        registers = re.search(r"Used (\d+) registers", done.stderr)
-        spilled = re.findall(r"(\d+) bytes spill", done.stderr)
-        return cubin.read_bytes(), int(registers[1]) if registers else 0, sum(map(int, spilled))

@@ -1,23 +1,22 @@
-"""The command `faser build`: its options, its progress bar and its summary. Room `engines` builds."""
+"""The command `faser build`: its options and its summary. Room `engines` builds."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, print_steps, takes
+from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, takes
 from faser_backend.core.config import OptionTable, option
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_bytes, shown
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
-    from faser_backend.engines.build import Progress as Report
     from faser_backend.engines.tensorrt_buckets import SplitStreams, TensorRtOptions
     from faser_backend.manifest import EngineManifest
 
@@ -106,10 +105,12 @@ def build(*, options: BuildOptions) -> None:
     """Compile target and draft checkpoints into an engine directory."""
     from faser_backend.engines.build import build_engines
     from faser_backend.manifest import MANIFEST_FILE
+    from faser_backend.serving.loading import shown_phases
 
     options.check()
     output = options.output
     with ExitStack() as handles:
+        phases = handles.enter_context(shown_phases())
         profile = _profile_of(output)
         was_built = (output / MANIFEST_FILE).is_file()
         manifest = build_engines(
@@ -119,7 +120,7 @@ def build(*, options: BuildOptions) -> None:
             exit_layers=parse_integers("--exit-layers", options.exit_layers),
             **options.model_dump(include=PASSED_ON),
             tensorrt=_tensorrt_options(options, handles),
-            progress=handles.enter_context(progress_display()),
+            progress=lambda what, done, total: phases.begin(f"step {min(done + 1, total)} of {total}: {what}"),
         )
     print(summary(output, manifest) + "; replaces the engines that were there" * was_built)
     sizes = [model.num_weight_bytes / MIB for model in (manifest.target, manifest.draft) if model is not None]
@@ -168,22 +169,6 @@ def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> 
         path.unlink()
         return f"removed the old profile, which is not valid for the new engines: {error}"
     return f"kept {PROFILE_FILE}, which is valid for the new engines too"
-
-
-@contextmanager
-def progress_display() -> Iterator[Report]:
-    """Shows a bar on a terminal, which follows a compiler within a step; elsewhere a line per step."""
-    if not sys.stderr.isatty():
-        yield print_steps()
-        return
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)
 
 
 def summary(output: Path, manifest: EngineManifest) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import tomllib
 from collections.abc import Callable
 from functools import wraps
@@ -177,16 +176,3 @@ def parse_integers(option: str, text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"{option} = {text!r}: must be integers separated by commas") from None
-
-
-def print_steps() -> Callable[[str, int, int], None]:
-    """Returns a function that prints the first report of each build step to stderr."""
-    last_done = -1
-
-    def report(what: str, done: int, total: int) -> None:
-        nonlocal last_done
-        if done != last_done:
-            last_done = done
-            print(f"[{done}/{total}] {what}", file=sys.stderr)
-
-    return report

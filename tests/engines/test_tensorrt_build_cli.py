@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from faser_backend.cli.build import chosen_splits, print_steps, summary
+from faser_backend.cli.build import chosen_splits, summary
 from faser_backend.cli.main import app
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.cuda.runtime import best_first
@@ -38,8 +39,8 @@ def test_options_of_tensorrt_reach_the_manifest(source: Path, tmp_path: Path) ->
     assert [prefill[dimension][2] for dimension in ("B", "T", "MB")] == [2, 32, 3]
     assert done.stdout.splitlines()[-1] == summary(tmp_path / "engine", manifest)
     assert f"for tensorrt_rtx, bf16, {manifest.compiler}, context 48, " in done.stdout
-    steps = [line for line in done.stderr.splitlines() if line.startswith("[")]
-    assert [line.split("]")[0] for line in steps] == [f"[{done}/{len(steps) - 1}" for done in range(len(steps))]
+    steps = re.findall(r"s  step (\d+) of (\d+): .", done.stderr)
+    assert steps == [(str(number), str(len(steps))) for number in range(1, len(steps) + 1)]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
@@ -90,10 +91,3 @@ def test_two_sets_of_profiles_are_built_unless_splits_are_named() -> None:
     with pytest.raises(ConfigError, match=r"--splits = 16/116: this GPU offers none"):
         chosen_splits("16/116", {})
     assert chosen_splits(None, {}) == chosen_splits("all", {}) == {}
-
-
-def test_a_step_is_printed_once_however_much_is_said_of_it(capsys: pytest.CaptureFixture[str]) -> None:
-    report = print_steps()
-    for call in (("a", 0, 2), ("a: phase", 0, 2), ("b", 1, 2), ("b: phase 1/2", 1, 2), ("done", 2, 2)):
-        report(*call)
-    assert capsys.readouterr().err.splitlines() == ["[0/2] a", "[1/2] b", "[2/2] done"]

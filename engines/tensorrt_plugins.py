@@ -1,7 +1,7 @@
-"""Checks that a built engine does not copy KV pools. The plugin writes them in place, which TensorRT may not support.
+"""The attention plugins in full TensorRT's builds: their attributes, and a check that engines do not copy KV pools.
 
-An engine's layer information lists its layers, and the tensors that they read and write. Any other layer than the
-plugin's that touches a pool copies the whole pool in every call.
+The plugins write pools in place, which TensorRT may not support. An engine's layer information lists its layers, and
+the tensors that they read and write. Any other layer than a plugin's that touches a pool copies it in every call.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import json
 import re
 from typing import Any
 
-from faser_backend.plugins.tensorrt_contract import ATTEND_OP, NAMESPACE
+from faser_backend.core.model import ModelSpec
+from faser_backend.engines.tensorrt_buckets import CallLimits, call_buckets
+from faser_backend.plugins.tensorrt_contract import ATTEND_OP, NAMESPACE, Geometry
 from faser_backend.plugins.tensorrt_import import TensorRtError
 
 POOL = re.compile(r"\b[kv]_pool(?:_out)?\.\d+\b")
@@ -18,10 +20,35 @@ REFORMAT = re.compile(r"reformat", re.IGNORECASE)
 # In a layer's type, name, tactic, origin or metadata: which of them a version fills is not documented.
 PLUGIN = re.compile(rf"plugin|{NAMESPACE}\b|{ATTEND_OP}|attend_splits", re.IGNORECASE)
 MOST_NAMED = 3
+# Rows of a sequence per program of a plugin: a verification of some draft tokens. Prompts' chunks use the same.
+TILE_ROWS = 8
 
 
-def check_no_copies(module: Any, engine: Any, name: str) -> str:
-    """Returns what TensorRT says of aliases. Raises TensorRtError naming layers if `engine` copies pools, or may.
+def plugin_geometry(spec: ModelSpec, kv_block_size: int, limits: CallLimits) -> Geometry:
+    """Returns the plugins' attributes for this machine's GPU, on which all rows of a call may be one sequence's."""
+    num_sms, capability = _device()
+    return Geometry(
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        kv_block_size=kv_block_size,
+        max_rows=max(bucket.ranges["T"][2] for bucket in call_buckets(spec, kv_block_size, limits)),
+        tile_rows=TILE_ROWS,
+        num_sms=num_sms,
+        capability=capability,
+    )
+
+
+def _device() -> tuple[int, int]:
+    """Returns SMs and compute capability of the GPU, the only one that full TensorRT compiles for."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.multi_processor_count, 10 * properties.major + properties.minor
+
+
+def check_no_copies(module: Any, engine: Any, name: str) -> None:
+    """Raises TensorRtError naming layers if `engine` copies pools, or may.
 
     module: tensorrt. engine: deserialised, with details or only names of layers.
     """
@@ -30,8 +57,7 @@ def check_no_copies(module: Any, engine: Any, name: str) -> str:
         layers: Any = json.loads(information)["Layers"]
     except (ValueError, KeyError, TypeError):
         layers = None
-    aliases = aliased_inputs(engine)
-    advice = f"{aliases}; use runtime torch, or --pool-copies allow, if the copies are none or bearable"
+    advice = "use runtime torch, or --pool-copies allow, if the copies are none or bearable"
     if not isinstance(layers, list) or not layers:
         raise TensorRtError(
             f"{name}: inspect: the layer information names no layer; whether it copies KV pools is unknown; {advice}"
@@ -43,17 +69,6 @@ def check_no_copies(module: Any, engine: Any, name: str) -> str:
             f"{name}: {len(copies)} layers copy {len({pool for _, pools in copies for pool in pools})} KV pools in "
             f"every call, as {named}{'; ...' * (len(copies) > MOST_NAMED)}; {advice}"
         )
-    return aliases
-
-
-def aliased_inputs(engine: Any) -> str:
-    """Returns how many pools TensorRT reports as written in place. It need not report a plugin's."""
-    if not hasattr(engine, "get_aliased_input_tensor"):
-        return "this TensorRT does not report aliased inputs"
-    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
-    pools = [each for each in names if POOL.fullmatch(each) and "_out." in each]
-    num_aliased = sum(engine.get_aliased_input_tensor(each) == each.replace("_out.", ".") for each in pools)
-    return f"TensorRT reports {num_aliased} of {len(pools)} pools as aliased"
 
 
 def _moved_pools(layer: Any) -> tuple[str, list[str]]:

@@ -1,0 +1,25 @@
+"""Assembles compiled kernels with the compiler's ptxas, which reports the registers that they need."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+from faser_backend.plugins.compile import Compiled
+
+
+def assemble(kernel: Compiled) -> tuple[int, int]:
+    """Returns registers and spilled bytes (stores and loads) per thread. Fails if the result is no cubin."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, cubin = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(kernel.ptx)
+        arch = sm_arch_from_capability(kernel.capability)
+        command = [get_ptxas(kernel.capability).path, "-v", f"--gpu-name={arch}", str(source), "-o", str(cubin)]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert cubin.read_bytes().startswith(b"\x7fELF")
+    registers = re.search(r"Used (\d+) registers", report)
+    return int(registers[1]) if registers else 0, sum(map(int, re.findall(r"(\d+) bytes spill", report)))
