@@ -142,7 +142,6 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
         "row_layers_accepted": int(emitted.sum()) * num_layers,
         "row_layers_rejected": (full_rows - int(emitted.sum())) * num_layers,
         "row_layers_pruned": pruned_layers,
-        "row_layers_saved_by_trim": trimmed_rows * num_layers,
         "row_layers_saved_by_exit": pruned_rows * num_layers - pruned_layers,
         "lost_to_trim": lost.to_trim,
         "lost_to_exit": lost.to_exit,

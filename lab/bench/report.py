@@ -36,13 +36,15 @@ Row = dict[str, Any]
 READ_BYTES = 1 << 28  # per thread, more than caches hold
 MATRIX_SIZE = 1024
 ROOFLINE_REPEATS = 5
+INK, GRID = "#222222", "#e4e4e4"  # become colours of the page, which has a dark scheme
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e4e4e4",
+    "grid.color": GRID,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
     "axes.axisbelow": True,
     "legend.frameon": False,
     "svg.hashsalt": "faser",
@@ -81,13 +83,16 @@ def _columns(*columns: tuple[Any, ...]) -> tuple[Column, ...]:
 
 RATIO = "of throughput; of bursts, of median answer times (median of repeats)"
 # Heading, key, form, unit and meaning of each.
-SPEED = _columns(
+GAINS = _columns(
     ("throughput", "tokens_per_s", "{:.0f}", "tokens/s", "Output tokens per second of the whole run."),
     ("of none", _ratio("none"), "{}", "x", f"Gain over plain decoding, {RATIO}."),
     ("of none", _range, "{}", "lowest-highest", "The same, in the worst and the best repeat."),
     ("equal engines", equal_engines, "{}", "lowest-highest", "A second engine of none over the first, by repeat."),
     ("of fixed:4", _ratio("fixed4"), "{}", "x", f"Gain over four draft tokens, always, {RATIO}."),
     ("of best static", _ratio("best_static"), "{}", "x", "Gain over the best fixed length, known afterwards."),
+    ("differ", "num_different", "{}", "answers", "Answers that differ from those of plain decoding."),
+)
+LATENCIES = _columns(
     ("TTFT p50", "ttft_ms_p50", "{:.1f}", "ms", "Time to the first token, from when the request was due."),
     ("p99", "ttft_ms_p99", "{:.1f}", "ms", "The same, 99th percentile."),
     ("TPOT p50", "tpot_ms_p50", "{:.2f}", "ms", "Mean time per further output token of an answer."),
@@ -95,9 +100,8 @@ SPEED = _columns(
     ("p99", "itl_ms_p99", "{:.2f}", "ms", "The same, 99th percentile."),
     ("whole p50", "e2e_ms_p50", "{:.0f}", "ms", "Time of a whole answer."),
     ("p99", "e2e_ms_p99", "{:.0f}", "ms", "The same, 99th percentile."),
-    ("differ", "num_different", "{}", "answers", "Answers that differ from those of plain decoding."),
 )
-WORK = _columns(
+DRAFTS = _columns(
     ("batch", "mean_batch_size", "{:.1f}", "requests", "Requests verified in a step, mean."),
     ("length", "mean_length", "{:.2f}", "tokens", "Draft tokens per request and verification, mean."),
     ("accepted", "mean_accepted", "{:.2f}", "tokens", "Draft tokens accepted per verification, no bonus token."),
@@ -106,16 +110,15 @@ WORK = _columns(
     ("verified", "rows_verified", "{:.0f}", "rows", "Rows that entered the target's verifications."),
     ("trimmed", "rows_trimmed", "{:.0f}", "rows", "Rows left out before verification, for low confidence."),
     ("pruned", "rows_pruned", "{:.0f}", "rows", "Rows that left at an exit layer."),
+)
+WORK = _columns(
     ("work accepted", _share("accepted"), "{:.1f}", "%", "Row-layers whose row gave a token."),
     ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows behind a rejection that ran all layers."),
     ("pruned", _share("pruned"), "{:.1f}", "%", "Row-layers that pruned rows ran before they left."),
-    ("saved by trim", "row_layers_saved_by_trim", "{:.0f}", "row-layers", "Layers that trimmed rows did not run."),
-    ("by exit", "row_layers_saved_by_exit", "{:.0f}", "row-layers", "Layers that pruned rows did not run."),
     ("retention", _percent("retention"), "{:.1f}", "%", "Share of acceptable draft tokens that trim and exit kept."),
     ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Share of model time in which both models ran."),
     ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead whose preceding chain was rejected."),
     ("plan mean", "plan_us_mean", "{:.0f}", "us", "Scheduler and policy per step, learning included."),
-    ("p50", "plan_us_p50", "{:.0f}", "us", "The same, median."),
     ("p99", "plan_us_p99", "{:.0f}", "us", "The same, 99th percentile."),
     ("plan", _percent("plan_share"), "{:.1f}", "%", "The same, of all time spent in steps."),
     ("overhead", _percent("step_overhead_share"), "{:.1f}", "%", "Time in steps without a model call running."),
@@ -147,7 +150,7 @@ def render(bench: dict[str, Any]) -> str:
         groups=groups(rows),
         words=in_words(rows),
         plots=plots,
-        columns=(SPEED, WORK),
+        columns=(GAINS, LATENCIES, DRAFTS, WORK),
         category_columns=CATEGORIES,
         category_rows=category_rows,
         bursty=meta["bursty"],
@@ -163,9 +166,10 @@ def _ticks(text: str) -> Markup:
 
 def _svg(figure: Figure) -> Markup:
     text = io.StringIO()
-    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
+    figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None}, transparent=True)
     plt.close(figure)
-    return Markup(text.getvalue()[text.getvalue().index("<svg") :])
+    drawn = text.getvalue().replace(INK, "currentColor").replace(GRID, "var(--line)")
+    return Markup(drawn[drawn.index("<svg") :])
 
 
 def _distinct(rows: list[Row], key: str) -> list[Any]:
@@ -195,7 +199,7 @@ def draw_gains(rows: list[Row]) -> Figure:
                 fmt="os^D"[index % 4],
                 markersize=5,
                 color=colour,
-                markerfacecolor="white" if row["options"] else colour,
+                markerfacecolor="none" if row["options"] else colour,
             )
         axes.axvline(1.0, color="#6b6b6b", linewidth=1, linestyle="--")
         axes.set_title(f"{load} ({'whole answers' if load == BURSTY.name else 'throughput'})")
