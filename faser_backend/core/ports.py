@@ -70,6 +70,9 @@ class HeadRunner(ModelRunner, Protocol):
         ...
 
 
+NO_TOKEN = -1  # drawn from unusable logits; it equals no drafted token, so a verification ends with it
+
+
 class DraftTokens(NamedTuple):
     """One draft token per row, with the draft's confidence."""
 
@@ -82,7 +85,8 @@ class Sampler(Protocol):
     """Turns logits into tokens; keeps sampling parameters and token counts per slot.
 
     An error in one slot's rules (penalties, bias, bad words, its grammar) is never raised but noted in `failures`: the
-    slot's rows count as unconstrained, and the other rows do not notice.
+    slot's rows count as unconstrained, and the other rows do not notice. Logits that hold NaN or +inf, or only -inf,
+    are unusable: `sample` returns NO_TOKEN for their row, `probabilities` zeros, `sample_draft` margin 0 and any token.
     """
 
     @property

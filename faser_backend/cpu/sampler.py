@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from faser_backend.core.batch import SamplingRows
-from faser_backend.core.errors import Failure, FaserError, blamed
-from faser_backend.core.ports import DraftTokens
+from faser_backend.core.errors import Failure, blamed
+from faser_backend.core.ports import NO_TOKEN, DraftTokens
 from faser_backend.core.request import Sampling
 from faser_backend.cpu import noise
 from faser_backend.cpu.logit_rules import LogitRules
@@ -132,14 +132,14 @@ class NumpySampler:
         return self._noting_failure(slot, [], self._rules.forced, slot) if self.parameters.has_rules[slot] else []
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """Draws token ids [R] int64 from logits [R, V] float32, which stay unchanged.
-
-        Raises FaserError for the first row whose logits hold NaN or +inf, or only -inf.
-        """
-        return self._pick(self._scores(logits, rows), rows)
+        """Draws token ids [R] int64 from logits [R, V] float32, which stay unchanged."""
+        scores = self._scores(logits, rows)
+        token_ids = scores.argmax(axis=1)
+        # argmax stops at the first NaN, so checking the chosen score checks the row.
+        return np.where(np.isfinite(scores[np.arange(token_ids.size), token_ids]), token_ids, NO_TOKEN)
 
     def sample_draft(self, logits: np.ndarray, rows: SamplingRows, num_candidates: int) -> DraftTokens:
-        """See core.ports.Sampler; num_candidates in [0, vocab_size]. Raises as `sample` does.
+        """See core.ports.Sampler; num_candidates in [0, vocab_size].
 
         Draws the tokens of `sample`. Margins are at most MAX_MARGIN. If fewer than num_candidates tokens are allowed,
         forbidden ones of low id follow.
@@ -147,15 +147,16 @@ class NumpySampler:
         if not 0 <= num_candidates <= self._vocab_size:
             raise ValueError(f"num_candidates = {num_candidates}: must be in [0, {self._vocab_size}]")
         scores = self._scores(logits, rows)
-        token_ids = self._pick(scores, rows)
+        token_ids = scores.argmax(axis=1)
         best = scores[np.arange(token_ids.size), token_ids]
         if num_candidates < 2:
             second = second_best(scores, token_ids)
             candidates = token_ids[:, None] if num_candidates else None
         else:
             candidates, second = rank(scores, token_ids, num_candidates, can_overwrite=scores is not logits)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             margins = np.minimum((best - second) / self.parameters.inverse_temperature[rows.slots], MAX_MARGIN)
+        margins[~np.isfinite(best)] = 0
         return DraftTokens(token_ids, margins, candidates)
 
     def candidate_margins(
@@ -174,16 +175,16 @@ class NumpySampler:
         return scores[:, 0] - scores[:, 1:].max(axis=1)
 
     def probabilities(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """Returns the probabilities [R, V] float32 that tokens are drawn with; one-hot rows where greedy.
-
-        Raises as `sample` does.
-        """
+        """Returns the probabilities [R, V] float32 that tokens are drawn with; one-hot rows where greedy."""
         scores = self._processed(logits, rows, np.arange(rows.slots.size))
+        unusable = np.isnan(scores).all(axis=1)
+        scores[unusable] = 0.0
         probs = softmax(scores)
         greedy = np.flatnonzero(~self.parameters.is_random[rows.slots])
         if greedy.size:
             probs[greedy] = 0.0
             probs[greedy, scores[greedy].argmax(axis=1)] = 1.0
+        probs[unusable] = 0.0
         return probs
 
     def uniforms(self, rows: SamplingRows, purpose: int, num_steps: np.ndarray) -> np.ndarray:
@@ -254,7 +255,10 @@ class NumpySampler:
             scores[random] -= self._noise.log_exponentials(self.parameters.keys[slots[random]], positions[random])
 
     def _processed(self, logits: np.ndarray, rows: SamplingRows, index: np.ndarray) -> np.ndarray:
-        """Returns the logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order."""
+        """Returns the logits [n, V] of rows `index` after rules, temperature, top-k, top-p, min-p, in this order.
+
+        Those of unusable rows are NaN.
+        """
         scores = logits.take(index, axis=0)
         slots = rows.slots[index]
         known = self.parameters
@@ -265,11 +269,13 @@ class NumpySampler:
                 self._apply_by_slot(logits, scores, rows, index)
             all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
             scores[all_forbidden] = logits[index[all_forbidden]]
-        check_finite(scores.max(axis=1), rows, index)  # before filters, which need finite numbers
+        unusable = ~np.isfinite(scores.max(axis=1))
+        scores[unusable] = 0.0  # filters need finite numbers
         scores *= known.inverse_temperature[slots, None]
         top_k, top_p, min_p = known.top_k[slots], known.top_p[slots], known.min_p[slots]
         _apply(keep_top, scores, (top_k < self._vocab_size) | (top_p < 1.0), top_k, top_p)
         _apply(keep_min_p, scores, min_p > 0.0, min_p)
+        scores[unusable] = np.nan
         return scores
 
     def _apply_by_slot(self, logits: np.ndarray, scores: np.ndarray, rows: SamplingRows, index: np.ndarray) -> None:
@@ -288,28 +294,6 @@ class NumpySampler:
         except Exception as error:
             self.failures.setdefault(slot, blamed("sampling", error))
             return otherwise
-
-    @staticmethod
-    def _pick(scores: np.ndarray, rows: SamplingRows) -> np.ndarray:
-        """Returns the argmax [R] of scores [R, V]."""
-        token_ids = scores.argmax(axis=1)
-        # argmax stops at the first NaN, so checking the chosen score checks the row.
-        check_finite(scores[np.arange(token_ids.size), token_ids], rows, None)
-        return token_ids
-
-
-def check_finite(best: np.ndarray, rows: SamplingRows, index: np.ndarray | None) -> None:
-    """Raises FaserError for the first entry of best [n], the largest score of each row, that is not finite."""
-    is_finite = np.isfinite(best)
-    if is_finite.all():
-        return
-    bad = int(is_finite.argmin())
-    row = bad if index is None else int(index[bad])
-    held = "only -inf" if best[bad] == -np.inf else "NaN" if np.isnan(best[bad]) else "+inf"
-    raise FaserError(
-        f"logits of row {row} (slot {int(rows.slots[row])}, position {int(rows.positions[row])}) "
-        f"hold {held}: no token can be drawn"
-    )
 
 
 def _apply(keep: Callable[..., None], scores: np.ndarray, is_on: np.ndarray, *parameters: np.ndarray) -> None:

@@ -43,6 +43,11 @@ class HostDraws(NamedTuple):
     margins: np.ndarray  # [R] float32; 0 if no runner-up was requested
     ids: np.ndarray  # [R, C] int64, the token first
 
+    def neutralise(self) -> None:
+        """Replaces draft tokens of unusable logits by token 0 of margin 0."""
+        is_unusable = ~np.isfinite(self.best)
+        self.margins[is_unusable], self.ids[is_unusable] = 0, 0
+
 
 def packed_parameters(known: SlotParameters, slots: np.ndarray, positions: np.ndarray, num_rows: int) -> np.ndarray:
     """Packs rows' parameters for `unpacked`, [NUM_WORDS, num_rows] int64; rows past slots [R] are greedy."""

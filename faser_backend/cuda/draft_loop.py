@@ -13,9 +13,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from faser_backend.core.batch import RowBatch, SamplingRows
+from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import DraftTokens
-from faser_backend.cpu.sampler import check_finite
 from faser_backend.cuda.buffers import NO_SLOT
 from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.choice import NUM_WORDS, draw_draft, packed_parameters, perturbed, unpacked, unpacked_draws
@@ -75,7 +74,7 @@ class TorchDraftLoop:
     def draft(
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
     ) -> DraftTokens:
-        """See core.ports.DraftLoop. Raises FaserError like Sampler.sample_draft, for the earliest step."""
+        """See core.ports.DraftLoop."""
         self._sampler.check_num_candidates(num_candidates)
         known = self._sampler.parameters
         starts = rows.context_lens + rows.rows_per_sequence + self._runner.num_ahead  # [A] of each chain's first token
@@ -92,7 +91,7 @@ class TorchDraftLoop:
         # The first draw follows the rows that the draft had not seen.
         drawn = chain.run(*self._runner.run_unseen(rows), plan, rows.block_tables[:, :num_columns], num_steps)
         packed = to_host(drawn)[0][:, : slots.size]  # [K, A, 1 + C]
-        return _checked(packed, slots, starts, num_draft_tokens, num_candidates)
+        return _unpacked(packed, num_candidates)
 
 
 def step_positions(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -194,19 +193,11 @@ class _Chain:
         self._drawn.index_copy_(0, self._step, drawn[None])
 
 
-def _checked(
-    packed: np.ndarray, slots: np.ndarray, starts: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
-) -> DraftTokens:
-    """Unpacks [K, A, 1 + C] to tokens [A, K], margins [A, K] and candidates [A, K, C] or None; checks the scores."""
+def _unpacked(packed: np.ndarray, num_candidates: int) -> DraftTokens:
+    """Unpacks [K, A, 1 + C] to tokens [A, K], margins [A, K] and candidates [A, K, C] or None."""
     num_steps, count = packed.shape[:2]
     draws = unpacked_draws(packed.reshape(num_steps * count, -1))
-    best, margins = draws.best.reshape(num_steps, count), draws.margins.reshape(num_steps, count)
-    is_drawn = np.arange(num_steps)[:, None] < num_draft_tokens
-    if not np.isfinite(best[is_drawn]).all():
-        for step in range(num_steps):
-            drawn = np.flatnonzero(is_drawn[step])
-            nothing = np.zeros(drawn.size, np.int64)
-            rows = SamplingRows(slots[drawn], starts[drawn] + step, drawn, nothing, nothing[:, None])
-            check_finite(best[step, drawn], rows, None)
+    draws.neutralise()
+    margins = draws.margins.reshape(num_steps, count)
     ids = draws.ids.reshape(num_steps, count, -1).swapaxes(0, 1)
     return DraftTokens(ids[:, :, 0], margins.T, ids if num_candidates else None)

@@ -12,9 +12,9 @@ import torch
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import Failure
-from faser_backend.core.ports import DraftTokens
+from faser_backend.core.ports import NO_TOKEN, DraftTokens
 from faser_backend.core.request import Sampling
-from faser_backend.cpu.sampler import NumpySampler, SlotParameters, check_finite
+from faser_backend.cpu.sampler import NumpySampler, SlotParameters
 from faser_backend.cuda.choice import (
     HostDraws,
     RowParameters,
@@ -67,24 +67,22 @@ class TorchSampler:
         return self._host.forced(slot)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
-        """Draws token ids [R] int64 from logits [R, V] float32, which stay unchanged.
-
-        Raises FaserError for a row whose logits hold NaN or +inf, or only -inf.
-        """
+        """Draws token ids [R] int64 from logits [R, V] float32, which stay unchanged."""
         scores, _ = self._scores(logits, rows)
         drawn, ruled, ruled_logits = self._fetch(draw(scores), logits, rows)
-        token_ids = drawn.ids[:, 0]
+        token_ids = np.where(np.isfinite(drawn.best), drawn.ids[:, 0], NO_TOKEN)
         if ruled.size:
             token_ids[ruled] = self._host.sample(ruled_logits, _taken(rows, ruled))
         return token_ids
 
     def sample_draft(self, logits: torch.Tensor, rows: SamplingRows, num_candidates: int) -> DraftTokens:
-        """See NumpySampler.sample_draft. Raises as `sample` does."""
+        """See NumpySampler.sample_draft."""
         self.check_num_candidates(num_candidates)
         scores, parameters = self._scores(logits, rows)
         inverse_temperature = None if parameters is None else parameters.inverse_temperature
         packed = draw_draft(scores, inverse_temperature, num_candidates)
         drawn, ruled, ruled_logits = self._fetch(packed, logits, rows)
+        drawn.neutralise()
         if ruled.size:
             by_host = self._host.sample_draft(ruled_logits, _taken(rows, ruled), num_candidates)
             drawn.margins[ruled] = by_host.margins
@@ -135,18 +133,13 @@ class TorchSampler:
     def _fetch(
         self, packed: torch.Tensor, logits: torch.Tensor, rows: SamplingRows
     ) -> tuple[HostDraws, np.ndarray, np.ndarray]:
-        """Returns the checked draws, the rows [n] with rules and their logits [n, V]. It is the one wait of a call.
-
-        Rows with rules are drawn too, only to check their logits.
-        """
+        """Returns the draws, the rows [n] with rules and their logits [n, V]. It is the one wait of a call."""
         ruled = np.flatnonzero(self.parameters.has_rules[rows.slots])
         wanted = [packed]
         if ruled.size:
             wanted.append(logits.index_select(0, to_device(ruled, self.device)))
         copies = to_host(*wanted)
-        drawn = unpacked_draws(copies[0])
-        check_finite(drawn.best, rows, None)
-        return drawn, ruled, copies[-1]
+        return unpacked_draws(copies[0]), ruled, copies[-1]
 
 
 def _taken(rows: SamplingRows, index: np.ndarray) -> SamplingRows:

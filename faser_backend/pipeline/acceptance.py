@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from faser_backend.core.frontier import Acceptance, Frontier
-from faser_backend.core.ports import DraftTokens
+from faser_backend.core.ports import NO_TOKEN, DraftTokens
 
 # What each draw of rejection sampling is for: its uniforms are keyed by (seed, position, purpose, round), never by
 # position alone, since a rejected position is drawn again in the next round.
@@ -91,7 +91,7 @@ def accept_by_rejection(
     weights[rejected] = _residual(
         weights[rejected], _drawn_from(frontier, draft_probs, drawing[rejected], column[rejected])
     )
-    tokens[drawing, column] = draw(weights, sample_uniforms[last_rows])
+    tokens[drawing, column] = np.where(weights.any(axis=1), draw(weights, sample_uniforms[last_rows]), NO_TOKEN)
     return _acceptance(tokens, num_accepted, num_emitted)
 
 

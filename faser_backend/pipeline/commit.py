@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.errors import Failure, blaming
+from faser_backend.core.errors import ErrorCode, FailedError, Failure, blaming
 from faser_backend.core.frontier import CLIENT, MAIN, Acceptance, Frontier, Verification
-from faser_backend.core.ports import Sampler
+from faser_backend.core.ports import NO_TOKEN, Sampler
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.prefill import context_log_probs, context_logits
@@ -41,13 +41,16 @@ def round_counts(frontier: Frontier, verification: Verification, acceptance: Acc
 
 def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) -> FinishReason | None:
     """Appends tokens, cut in place at the first stop, and advances both KV lengths. If the search for stop
-    words fails, raises FailedError and leaves the sequence unchanged.
+    words fails, or a logit is unusable, raises FailedError and leaves the sequence unchanged.
 
     The target has run the anchor and all draft tokens; the draft model all of its chain but the last one, and no token
     of a client or n-grams. Only the KV of accepted tokens stays valid.
     """
     old = sequence.num_tokens
     finish = blaming("stop_words", _cut_at_stop, sequence, tokens)
+    if tokens[-1] == NO_TOKEN:
+        what = f"the model's logits for position {old + len(tokens) - 1} hold NaN or infinity: no token can be drawn"
+        raise FailedError(Failure(ErrorCode.INTERNAL, what))
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
     if counts.source == CLIENT:
@@ -132,7 +135,9 @@ def extras_of(
     logits = verification.logits[first : first + count]
     log_probs = generated = context = context_summary = None
     if request.wants_log_probs:
-        log_probs = blaming("return_log_probs", sampler.log_probs, logits, acceptance.tokens[index, :count]).tolist()
+        drawn = acceptance.tokens[index, :count].clip(min=0)  # NO_TOKEN fails the request later
+        with np.errstate(invalid="ignore"):
+            log_probs = blaming("return_log_probs", sampler.log_probs, logits, drawn).tolist()
     if request.wants_generation_logits:
         generated = blaming("return_generation_logits", sampler.to_host, logits)
     if sequence.owes_context_logits and request.wants_context_log_probs:

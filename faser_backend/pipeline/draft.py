@@ -142,6 +142,7 @@ class ModelProposer:
         if not self._keeps_probs:
             return self._sampler.sample_draft(logits, rows, num_candidates), None
         probs = self._sampler.probabilities(logits, rows)
+        probs[~probs.any(axis=1)] = 1 / probs.shape[1]  # unusable logits: any distribution keeps the target's
         uniforms = self._sampler.uniforms(rows, PURPOSE_DRAFT, chain.batch.draft_rounds[active])
         return rank_drawn(probs, draw(probs, uniforms), num_candidates), probs
 

@@ -318,10 +318,8 @@ def schema_of(kind: str) -> dict[str, Any]:
         ),
         (ChatBody, {"temperature": -1}, "temperature", "-1"),
         (ChatBody, {"logit_bias": {"99999": 1}}, "logit_bias", "must lie in [0, "),
-        (ChatBody, {"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         (ChatBody, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (ChatBody, {"response_format": {"type": "json_schema"}}, "response_format", "a schema is required"),
-        (ChatBody, {"modalities": ["audio"]}, "modalities[0]", "text"),
         (ChatBody, {"response_format": schema_of("unavailable")}, "guided_decoding_guide", ""),  # not 503
         (CompletionBody, {"prompt": [7, 10**30]}, "prompt", "must lie in [0, "),
         (ResponsesBody, {"input": [{"role": "user"}]}, "input[0].content", "is required"),

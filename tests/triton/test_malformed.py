@@ -63,21 +63,11 @@ def rope(**changes: Any) -> Callable[[dict], object]:
 BAD_CONFIGS: dict[str, tuple[str, Callable[[dict], object], Words]] = {
     "unknown_family": ("llama", config(model_type="t5"), ["model_type", "'t5'"]),
     "fewer_layers_than_tensors": ("llama", config(num_hidden_layers=2), ["model.layers.2.", "no part"]),
-    "no_head_dim_fits": ("llama", config(head_dim=None, num_attention_heads=6), ["hidden_size", "32", "6"]),
     "vocabulary_below_tokenizer": ("llama", config(vocab_size=96), ["vocab_size", "96"]),
-    "eps_is_nan": ("llama", config(rms_norm_eps=float("nan")), ["rms_norm_eps", "nan"]),
     "other_activation": ("llama", config(hidden_act="gelu_new"), ["hidden_act", "'gelu_new'", "silu"]),
-    "theta_is_zero": ("llama", rope(rope_theta=0), ["rope_theta", "0"]),
     "yarn": ("llama", rope(rope_type="yarn"), ["rope_type", "'yarn'", "llama3"]),
-    "rope_of_two_kinds_of_layers": ("llama", config(rope_parameters={"full_attention": {}}), ["full_attention"]),
-    "no_factor": ("llama", lambda c: c["rope_parameters"].pop("factor"), ["factor", "None"]),
-    "frequencies_cross": ("llama", rope(low_freq_factor=4.0), ["low_freq_factor", "4.0"]),
-    "no_original_context": ("llama", rope(original_max_position_embeddings=None), ["original_max_position"]),
     "partial_rotary": ("llama", config(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
     "gptq": ("llama", config(quantization_config={"quant_method": "gptq", "bits": 4}), ["quant_method", "gptq"]),
-    "window": ("mistral", config(sliding_window=64), ["sliding_window", "64"]),
-    "some_layers_without_experts": ("qwen3_moe", config(mlp_only_layers=[0]), ["mlp_only_layers", "[0]"]),
-    "more_chosen_than_experts": ("qwen3_moe", config(num_experts_per_tok=9), ["num_experts_per_tok", "9", "8"]),
     "no_experts": ("qwen3_moe", config(num_local_experts=0), ["num_local_experts", "0"]),
 }
 
@@ -144,7 +134,6 @@ def set_value(name: str, index: tuple[int, ...], value: float) -> Callable[[dict
     [
         (lambda t: t.pop(UP), [UP, "missing"]),
         (lambda t: t.update({UP: t[UP].T.contiguous()}), [UP, "[32, 48]", "[48, 32]"]),
-        (lambda t: t.update({UP: torch.tensor(1.0)}), [UP, "[]"]),
         (lambda t: t.update({UP: t[UP].to(torch.float64)}), [UP, "F64", "BF16"]),
         (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), [UP, "F8_E4M3"]),
         (lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), ["q_norm", "no part"]),
@@ -172,7 +161,6 @@ def header_of(entries: dict) -> bytes:
         "length_beyond_the_file": lambda data: struct.pack("<Q", 1 << 62) + data[8:],
         "half_the_data": lambda data: data[: len(data) // 2],
         "one_byte_more": lambda data: data + b"\0",
-        "offsets_beyond": lambda data: header_of({"a": {"dtype": "F32", "shape": [9], "data_offsets": [0, 36]}}),
         "shape_overflows": lambda data: header_of(
             {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 0]}}
         ),
@@ -197,7 +185,6 @@ def test_pickled_weights_are_not_opened(name: str, checkpoint: Path) -> None:
     [
         (None, ["weight_map", "None"]),
         ({UP: "../model.safetensors"}, [UP, "../model.safetensors", "plain file name"]),
-        ({UP: 7}, ["7", "plain file name"]),
         ({UP: "model-00009-of-00009.safetensors"}, ["model-00009-of-00009.safetensors", "missing"]),
         ({"model.of.another": WEIGHTS}, [WEIGHTS, "model.of.another", "missing"]),
         ({UP: WEIGHTS}, ["embed_tokens", "missing"]),
