@@ -44,7 +44,7 @@ class BuildOptions(OptionTable):
         "Store the target's matrices in this format, for CPUs.",
         STORAGE,
         values=FORMATS,
-        unset="llvm: the checkpoint's, but fp16 for GGUF's K and Q5; others: fp32",
+        unset="llvm: the checkpoint's, but fp16 for GGUF's K, IQ and Q5; others: fp32",
     )
     draft_weights: str | None = option(
         None,
