@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -30,6 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rank = {f"test_{name}": index for index, name in enumerate(SLOW_FILES)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
+def pytest_collection_finish() -> None:
+    """Lets collections of garbage, which tests ask for, pass over the modules that are loaded by then."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -211,7 +211,7 @@ attention_vectors.PAIRS = int(sys.argv[1])
 from faser_backend.cpu.kernels import attention
 from tests.cpu.test_attention import np, random_call
 assert attention.PAIRS == int(sys.argv[1])
-np.save(sys.argv[2], random_call(7, heads_per_kv=3, head_dim=88).run())
+np.save(sys.argv[2], random_call(7, heads_per_kv=3, head_dim=24).run())
 """
 
 
@@ -220,7 +220,7 @@ def test_pairs_of_another_cpu_give_the_same_bits(tmp_path: Path):
     command = [sys.executable, "-c", ANOTHER_CPU, str(5 - PAIRS), str(tmp_path / "other.npy")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run(command, env=environment, check=True, timeout=200)
-    np.testing.assert_array_equal(np.load(tmp_path / "other.npy"), random_call(7, heads_per_kv=3, head_dim=88).run())
+    np.testing.assert_array_equal(np.load(tmp_path / "other.npy"), random_call(7, heads_per_kv=3, head_dim=24).run())
 
 
 def test_8000_tokens_are_as_exact_as_few_and_another_order_of_columns_would_be_noticed():

@@ -169,7 +169,7 @@ def emulate(breaks: str) -> None:
     assert products.TILE_ROWS[products.code_of("bf16")] == matrix_units.TILE_ROWS
     if breaks:
         matrix_units.PRODUCTS[1]["fp16"] = matrix_units.PRODUCTS[1]["bf16"]
-    formats = ["bf16", "fp16", "int8"] + ["int4"] * binding.get_host_cpu_features().get("avx512bw", False)
+    formats = ["fp16", "bf16", "int8"] + ["int4"] * binding.get_host_cpu_features().get("avx512bw", False)
     for weight_format in formats:
         for compute, num_parts in ((ONE_PART, 1), (TWO_PARTS, 2)):
             check_emulated(Matrix(weight_format, 100, 40, compute), weight_format, num_parts)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFValueType as Kind
+from transformers import PreTrainedModel
 
 from faser_backend.core.errors import FaserError
 from faser_backend.engines.build import build_engines
@@ -26,9 +27,14 @@ Edit = Callable[[gguf.GGUFWriter], object]
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def model() -> PreTrainedModel:
+    return random_model("qwen2", num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def good(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     file = tmp_path_factory.mktemp("good") / "model.gguf"
-    write_gguf(random_model("qwen2", num_hidden_layers=1), file)
+    write_gguf(model, file)
     return file.read_bytes()
 
 
@@ -221,10 +227,11 @@ BAD_CONTENT: dict[str, tuple[Edit, Words]] = {
 
 
 @pytest.mark.parametrize("case", BAD_CONTENT)
-def test_content_that_cannot_be_built_is_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_content_that_cannot_be_built_is_refused(
+    case: str, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     edit, words = BAD_CONTENT[case]
     monkeypatch.setattr("faser_backend.engines.gguf_checkpoint.MAX_VALUES", 1 << 13)
-    model = random_model("qwen2", num_hidden_layers=1)
     write_gguf(model, tmp_path / "model.gguf", edit=edit)
     refuses(tmp_path / "model.gguf", words, monkeypatch)
 
@@ -247,9 +254,9 @@ def test_numbers_that_are_not_finite_are_refused(
     refuses(file, words, monkeypatch)
 
 
-def test_more_tokens_than_rows_are_refused(tmp_path: Path):
+def test_more_tokens_than_rows_are_refused(model: PreTrainedModel, tmp_path: Path):
     vocabulary = partial(add_vocabulary, tokens=["a", "b", "ab", *(f"t{i}" for i in range(99))], merges=["a b"])
-    write_gguf(random_model("qwen2", num_hidden_layers=1), tmp_path / "model.gguf", vocabulary=vocabulary)
+    write_gguf(model, tmp_path / "model.gguf", vocabulary=vocabulary)
     with pytest.raises(FaserError, match="vocab_size of target = 97: its tokenizer has ids up to 101"):
         build_engines(tmp_path / "model.gguf", None, tmp_path / "out")
 
