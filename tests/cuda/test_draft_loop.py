@@ -34,7 +34,7 @@ SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 TRIMS = {
     "all": ADMITS_ALL,
     "nothing": ADMITS_NOTHING,
-    **{f"random {seed}": random_rule(np.random.default_rng(seed)) for seed in range(4)},
+    **{f"random {seed}": random_rule(np.random.default_rng(seed)) for seed in range(2)},
 }
 
 
@@ -136,11 +136,11 @@ def compare(case: Case, policy: str, change: Change, other_change: Change, lanes
 @pytest.mark.parametrize("mode", PipelineMode)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode) -> None:
-    for num_blocks in (200, 30):
-        num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
-        # Adaptive ones decode plainly if they expect no gain; with answers this short they may not resume drafting.
-        least = 1 if policy in {"faser", "survival", "gp-lcb"} else 8
-        assert num_loops == 0 if policy == "none" else num_loops > least
+    num_blocks = (200, 30)[(list(POLICIES).index(policy) + list(PipelineMode).index(mode)) % 2]
+    num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
+    # Adaptive ones decode plainly if they expect no gain; with answers this short they may not resume drafting.
+    least = 1 if policy in {"faser", "survival", "gp-lcb"} else 8
+    assert num_loops == 0 if policy == "none" else num_loops > least
 
 
 @pytest.mark.parametrize("mode", PipelineMode)

@@ -36,7 +36,7 @@ def build(source: Path, directory: Path, exit_layers: tuple[int, ...] = (), **op
 
 def open_runner(manifest: EngineManifest, directory: Path) -> LlvmRunner:
     pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
-    return LlvmRunner(manifest.target, directory, CorePartition("test", (0, 1)), pool)
+    return LlvmRunner(manifest.target, directory, CorePartition("test", (0, 1)), pool, compute=manifest.compute)
 
 
 @pytest.mark.parametrize("exit_layers", [(), (1, 2)], ids=["whole", "cut"])

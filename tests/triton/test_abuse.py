@@ -17,7 +17,7 @@ from faser_backend.lab.abuse.fuzz import fuzz
 from faser_backend.lab.abuse.served import Served, Usage, serving
 from faser_backend.lab.abuse.soak import SERVE_OPTIONS, Sample, growth, sample, soak
 
-SOAK_S, NUM_CASES = 5.0, 80  # of the latter for each contract
+SOAK_S, NUM_CASES = 4.0, 50  # of the latter for each contract
 FULL = "Exceeds maximum queue size. Maximum queue size of 8 requests is reached; retry later"
 
 

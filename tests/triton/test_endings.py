@@ -128,7 +128,7 @@ def test_a_drain_waits_for_answers(engine_dir: Path):
 def test_a_second_signal_waits_for_nothing_and_without_a_limit_requests_wait(engine_dir: Path):
     with streaming(engine_dir, "--hang-timeout", 0) as clients:
         clients.stop("tensorrt_llm")  # it will never answer
-        time.sleep(2 * LIMIT_S)  # the control of the tests of hung processes
+        time.sleep(1.5 * LIMIT_S)  # the control of the tests of hung processes
         received = [clients.received.get() for _ in range(clients.received.qsize())]
         ended = [result.get_response().parameters["triton_final_response"].bool_param for result, _ in received]
         assert sum(ended) < NUM_STREAMS and not any(error for _, error in received)
