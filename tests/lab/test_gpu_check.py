@@ -139,7 +139,8 @@ def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch):
     def build(*places, **options):
         if options.get("runtime") != "tensorrt_rtx":
             return build_engines(*places, **options)
-        return build_engines(*places, runtime="llvm", exit_layers=options["exit_layers"], kv_cache_dtype="fp32")
+        exact = {"weights": "fp32", "draft_weights": "fp32", "kv_cache_dtype": "fp32"}
+        return build_engines(*places, runtime="llvm", exit_layers=options["exit_layers"], **exact)
 
     monkeypatch.setattr(parity, "build_engines", build)
     found = parity.rtx_runtime(tiny())
@@ -164,7 +165,8 @@ def test_planted_drafts_are_right_with_the_planted_probability(tmp_path: Path):
     spec = replace(shapes.TINY_PAIR.target, hidden_size=256)
     for name, share_wrong in (("target", 0.0), ("draft", 0.25)):
         serve.write_planted(tmp_path / name, spec, share_wrong, torch.device("cpu"), 3)
-    build_engines(tmp_path / "target", tmp_path / "draft", tmp_path / "engine")
+    exact = {"weights": "fp32", "draft_weights": "fp32", "kv_cache_dtype": "fp32"}
+    build_engines(tmp_path / "target", tmp_path / "draft", tmp_path / "engine", **exact)
     with closing(build_engine(tmp_path / "engine", EngineConfig.from_options(policy="fixed:1"))) as engine:
         write_all(engine, [Request("a", np.array([7]), 180, Sampling())])
         metrics = engine.metrics()

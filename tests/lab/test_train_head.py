@@ -175,7 +175,7 @@ def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_pat
 
 
 def test_a_trained_head_drafts_in_an_engine(trained: HeadOptions, tmp_path: Path) -> None:
-    build_engines(trained.target, trained.output, tmp_path / "engine")
+    build_engines(trained.target, trained.output, tmp_path / "engine", draft_weights="fp32", kv_cache_dtype="fp32")
     requests, tokens, accepted = make_requests(), {}, {}
     for policy in ("none", "fixed:4"):
         engine = build_engine(tmp_path / "engine", EngineConfig.from_options(policy=policy, max_num_seqs=4))
