@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$ROOT"
 unset PYTHONPATH
 
-TESTS=(cli/test_cli cli/test_cli_chat api/test_llm test_examples cpu/test_exits text/test_structured_output
+TESTS=(cli/test_cli cli/test_cli_chat api/test_llm test_examples cpu/test_runner text/test_structured_output
   text/test_chat text/test_answer_stream engines/test_gguf_tokenizer test_files)
 
 VENV="$ROOT/build/newest"

@@ -35,7 +35,8 @@ Tokens = dict[str, list[int]]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llvm_engine") / "engine"
-    options = {"weights": "int8", "draft_weights": "int8", "exit_layers": EXIT_LAYERS, "max_context": 256}
+    options = {"weights": "int8", "draft_weights": "int8", "kv_cache_dtype": "fp16"}
+    options |= {"exit_layers": EXIT_LAYERS, "max_context": 256}
     build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", path, runtime="llvm", **options)  # pyright: ignore[reportArgumentType]
     return path
 
@@ -60,7 +61,7 @@ def expected(opened: tuple[LlvmRuntime, ModelPair], requests: list[Request]) -> 
     return run(engine, requests)
 
 
-def config(*, max_num_seqs: int = 6, num_kv_blocks: int = 96) -> EngineConfig:
+def config(*, max_num_seqs: int = 6, num_kv_blocks: int = 128) -> EngineConfig:
     return EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks, max_prefill_tokens=64)
 
 
@@ -74,11 +75,16 @@ def run(engine: Engine, requests: list[Request]) -> Tokens:
 def test_policies_and_batches_change_no_token(policy: str, opened, requests, expected) -> None:
     engine = assemble_on(*opened, parse_policy(policy, guessed), config())
     assert run(engine, requests) == expected
-    assert policy in {"survival", "faser"} or (engine.metrics().num_drafted > 0) == (policy != "none")
+    metrics = engine.metrics()
+    assert policy in {"survival", "faser"} or (metrics.num_drafted > 0) == (policy != "none")
+    # `survival` drafts by measured times.
+    assert policy != "fixed:4" or 0 < metrics.num_accepted < metrics.num_drafted
 
 
 def test_preemption_changes_no_token(opened, requests, expected) -> None:
-    engine = assemble_on(*opened, parse_policy("fixed:4", guessed), config(num_kv_blocks=16))
+    runtime, models = opened
+    of_one_context = -(-models.target.spec.max_context // runtime.kv_block_size)
+    engine = assemble_on(*opened, parse_policy("fixed:4", guessed), config(num_kv_blocks=of_one_context))
     assert run(engine, requests) == expected
     assert engine.metrics().num_preemptions > 0
 
@@ -88,7 +94,7 @@ def test_rows_that_leave_at_exits_change_no_token(opened, requests, expected) ->
     policy.partitions = ("whole",)
     engine = assemble_on(*opened, policy, config())
     assert run(engine, requests) == expected
-    assert engine.metrics().num_pruned > 20
+    assert engine.metrics().num_pruned > 10
 
 
 def test_overlapped_steps_change_no_token(opened, requests, expected) -> None:

@@ -15,27 +15,18 @@ import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file
 
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.request import Request
 from faser_backend.cpu import weights
 from faser_backend.cpu.kernels.experts import choose, sort_assignments
-from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
-from faser_backend.manifest import EngineManifest
-from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble_on
-from faser_backend.serving.runtimes import open_runtime
-from tests.cpu.test_engine import run
+from tests.cpu import test_engine
 from tests.cpu.test_runner import BLOCK_SIZE, build, logits_of, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import QUANTISED
 from tests.pipeline.test_eagle3_drafting import make_requests
 from tests.support.cpu_products import restore_matrix
-from tests.support.forcing import Forced, at_random, forced
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.gguf_models import write_gguf
-from tests.support.harness import guessed
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
 # Sizes that fill no block of columns, and a router of two blocks, which two threads share.
@@ -174,46 +165,15 @@ def test_experts_of_a_gguf_file_are_stored_number_by_number(tmp_path: Path) -> N
         np.testing.assert_array_equal(restore_matrix(stored, 64, model.config.hidden_size, "int8").T, wanted)
 
 
+# -- whole engines -------------------------------------------------------------------------------------
+
+opened, expected = test_engine.opened, test_engine.expected  # fixtures
+test_policies_and_batches_change_no_token = test_engine.test_policies_and_batches_change_no_token
+test_preemption_changes_no_token = test_engine.test_preemption_changes_no_token
+test_rows_that_leave_at_exits_change_no_token = test_engine.test_rows_that_leave_at_exits_change_no_token
+
+
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
     """Returns requests, some greedy, some sampled."""
     return make_requests()
-
-
-@pytest.fixture(scope="module")
-def expected(directory: Path, requests: list[Request]) -> dict[str, list[int]]:
-    """Returns the tokens of plain decoding, one request at a time."""
-    return run(open_engine(directory, "none", max_num_seqs=1), requests)
-
-
-def open_engine(directory: Path, policy: object, *, max_num_seqs: int = 4, num_kv_blocks: int = 128) -> Engine:
-    manifest = EngineManifest.load(directory)
-    chosen = parse_policy(policy, guessed) if isinstance(policy, str) else policy
-    config = EngineConfig(max_num_seqs=max_num_seqs, num_kv_blocks=num_kv_blocks, max_prefill_tokens=16)
-    models = ModelPair(manifest.target, manifest.draft)
-    return assemble_on(open_runtime(directory, manifest, config), models, chosen, config)  # pyright: ignore[reportArgumentType]
-
-
-@pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
-def test_policies_and_batches_change_no_token(policy: str, directory: Path, requests, expected) -> None:
-    engine = open_engine(directory, policy)
-    assert run(engine, requests) == expected
-    metrics = engine.metrics()
-    assert policy in {"survival", "faser"} or (metrics.num_drafted > 0) == (policy != "none")
-    # `survival` drafts by measured times.
-    assert policy != "fixed:4" or 0 < metrics.num_accepted < metrics.num_drafted
-
-
-def test_preemption_changes_no_token(directory: Path, requests, expected) -> None:
-    engine = open_engine(directory, "fixed:4", num_kv_blocks=32)  # one full context
-    assert run(engine, requests) == expected
-    assert engine.metrics().num_preemptions > 0
-
-
-def test_rows_that_leave_at_exits_change_no_token(directory: Path, requests, expected) -> None:
-    pruner = at_random(np.random.default_rng(0), exits=(0, 1))
-    policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
-    policy.partitions = ("whole",)
-    engine = open_engine(directory, policy)
-    assert run(engine, requests) == expected
-    assert engine.metrics().num_pruned > 10

@@ -121,6 +121,8 @@ def test_exit_scores_are_logits_of_the_exit(weights: str, engines: dict[str, Pat
     reference = GatheredRunner(engines["source"], tmp_path, exit_layers=(1,), block_size=BLOCK_SIZE)
     expected = reference.run_segment_with_scores(0, rows, None, candidates)[1]
     assert expected is not None
+    with pytest.raises(AssertionError, match="segment 1 has no exit scores"):
+        runner.run_segment_with_scores(1, rows, hidden, candidates)
     tolerance = {"fp32": 1e-4, "int4": 0.5}.get(weights, 0.05) * expected.std()
     assert np.sqrt(((scores - expected) ** 2).mean()) < tolerance
 

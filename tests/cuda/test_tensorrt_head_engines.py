@@ -18,12 +18,13 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
+from tests.cuda import test_torch_eagle3
 from tests.engines.test_eagle3 import MAX_ERROR, NUM_BLOCKS, Built, check_rows_on_features
 from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
 from tests.support.forcing import Forced, at_random, forced
 from tests.support.harness import drive, guessed
 from tests.support.ort_engines import graphs_are_engines
-from tests.support.tiny_models import VOCAB_SIZE, largest_error, make_rows, run_all
+from tests.support.tiny_models import VOCAB_SIZE, largest_error
 
 RUNTIME, BLOCK_SIZE = "tensorrt_rtx", 4
 
@@ -45,7 +46,7 @@ def plain(built: Built) -> dict[str, list[int]]:
     return tokens_of(built, "none", make_requests(5, is_greedy=True))
 
 
-class Runners:
+class Runners(test_torch_eagle3.Runners):
     """Target and head of an engine directory, and the hidden states that they share."""
 
     def __init__(self, built: Built) -> None:
@@ -54,21 +55,11 @@ class Runners:
         runtime = open_runtime(built.directory, manifest, EngineConfig())
         models = (manifest.target, manifest.draft)
         self.pool, own = (runtime.open_pool(model, NUM_BLOCKS) for model in models)
-        own.features = self.pool.features
+        self.features = own.features = self.pool.features
         pools = (self.pool, own)
         self.target, self.head = (
             runtime.open_runner(model, runtime.menu.whole, pool) for model, pool in zip(models, pools, strict=True)
         )
-
-    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
-        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
-        run_all(self.target, make_rows(tokens, starts, counts, tables))
-        return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
-
-    def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
-        """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""
-        blocks, offsets = np.divmod(np.arange(num_tokens), BLOCK_SIZE)
-        return self.pool.features[table[blocks], offsets].flatten(1).float().numpy()
 
 
 def test_rows_on_the_target_s_features_equal_a_dense_run(built: Built) -> None:

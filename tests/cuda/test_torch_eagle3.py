@@ -26,6 +26,7 @@ from tests.engines.test_eagle3 import (
     MAX_ERROR,
     NUM_BLOCKS,
     Built,
+    HeadReader,
     check_each_tensor_shows,
     check_rows_on_features,
     same_logits,
@@ -46,7 +47,7 @@ def gqa(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(tmp_path_factory.mktemp("eagle3"), runtime="torch")
 
 
-class Runners:
+class Runners(HeadReader):
     """Target and head of an engine directory, and the features that they share."""
 
     def __init__(self, directory: Path, num_blocks: int = NUM_BLOCKS) -> None:
@@ -63,11 +64,6 @@ class Runners:
         self.head = CudaHeadRunner(models[1], opened[0], pools[1], CPU)
         self.weights = self.programs.weights(models[1])
         self.target_weights = self.programs.weights(models[0])
-
-    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
-        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
-        run_all(self.target, make_rows(tokens, starts, counts, tables))
-        return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
         """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""

@@ -12,6 +12,7 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import FLOAT32_WEIGHTS
+from faser_backend.core.ports import ModelRunner
 from faser_backend.cpu import weights
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.cpu.kv_pool import KvPool
@@ -116,7 +117,19 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,), **CONFIGS[request.param])
 
 
-class Runners:
+class HeadReader:
+    """A target and a head that share features."""
+
+    target: ModelRunner
+    head: ModelRunner
+
+    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
+        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
+        run_all(self.target, make_rows(tokens, starts, counts, tables))
+        return run_all(self.head, make_rows([t[1:] for t in tokens], starts, counts, tables))
+
+
+class Runners(HeadReader):
     """Target and head of an engine directory, and the pool of features that they share."""
 
     def __init__(self, directory: Path, num_threads: int = 2) -> None:
@@ -127,12 +140,6 @@ class Runners:
         models = manifest.target, manifest.draft
         self.target = LlvmRunner(models[0], directory, cores, pools[0], num_threads=num_threads)
         self.head = LlvmHeadRunner(models[1], directory, cores, pools[1], models[0], num_threads=num_threads)
-
-    def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> np.ndarray:
-        """Runs the target on these rows, then the head on the next tokens. Returns the head's logits."""
-        run_all(self.target, make_rows(tokens, starts, counts, tables))
-        rows = make_rows([t[1:] for t in tokens], starts, counts, tables)
-        return run_all(self.head, rows)
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
         """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""

@@ -61,24 +61,6 @@ def test_a_sound_engine_needs_a_driver(rtx: TensorRt, engine: bytes) -> None:
     assert error.startswith("x.engine: load: ") and "cudaError 35" in error
 
 
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda engine: b"", "empty memory buffer"),
-        (lambda engine: b"junk" * 1000, "kEXPECTED_MAGIC_TAG"),
-        (lambda engine: b"ftrt" + engine[4:], "kEXPECTED_MAGIC_TAG"),  # each flavour has a tag of its own
-        (lambda engine: engine[: len(engine) // 2], "plan.header.size == blobSize"),
-        (lambda engine: engine[:-1], "plan.header.size == blobSize"),
-        (lambda engine: engine[:10], "bufferSize >= minBufferSize"),
-    ],
-    ids=["empty", "junk", "flavour", "half", "last byte", "header"],
-)
-def test_damaged_engines_are_named_as_such_even_without_a_driver(rtx: TensorRt, engine: bytes, damage, words) -> None:
-    """The missing driver, which is also logged, does not hide the error."""
-    error = load_error(rtx, damage(engine))
-    assert words in error and "cudaError" not in error
-
-
 def test_engines_of_another_version_are_refused_by_name(rtx: TensorRt) -> None:
     rtx.check_built_by(rtx.title)
     for other in ("TensorRT-RTX 1.6.0.1", "TensorRT 11.4.0", ""):

@@ -10,7 +10,6 @@ import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import EAGLE3
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.decoder import build_head
@@ -25,14 +24,10 @@ from faser_backend.engines.weights import ModelWeights
 from faser_backend.files import read_json
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
 from faser_backend.plugins.tensorrt_contract import NAMESPACE
-from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
-from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import same_logits
-from tests.pipeline.test_eagle3_drafting import make_requests
 from tests.plugins.test_tensorrt_plugin_network import BLOCK_SIZE, GEOMETRY, NUM_BLOCKS, AttendSplits, CombineSplits
 from tests.support import eagle3_models
 from tests.support.eagle3_models import HEAD, ReferenceHead
-from tests.support.harness import drive
 from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
 FEATURES = (1, 2, 3)
@@ -196,32 +191,3 @@ def test_the_plugins_graph_of_a_head_gives_a_dense_runs_logits(
         assert same_logits(logits, wanted[first:last])
         assert np.abs(made - states[first:last].numpy()).max() <= 1e-4
         beside = beside[last - first :] if last < 9 else made[-1:]
-
-
-# -- where there is a GPU ------------------------------------------------------------------------------
-
-
-def draft_with_head(directory: Path, policy: str) -> tuple[dict[str, list[int]], int]:
-    """Returns tokens of greedy requests, and the number of drafted tokens."""
-    config = EngineConfig.from_options(policy=policy, max_num_seqs=4, max_prefill_tokens=16)
-    engine = build_engine(directory, config)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
-    num_drafted = engine.metrics().num_drafted
-    engine.close()
-    return tokens, num_drafted
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("runtime", ["tensorrt_rtx", "tensorrt"])
-def test_heads_on_a_gpu_draft_chains(runtime: str, tmp_path: Path) -> None:
-    try:
-        import_tensorrt("rtx" if runtime == "tensorrt_rtx" else "full")
-    except TensorRtError as error:
-        pytest.skip(str(error))
-    source = write_checkpoint(tmp_path / "target", num_hidden_layers=8, head_dim=64)
-    head_dir = eagle3_models.write_head(tmp_path / "head", head_dim=64)
-    directory, options = tmp_path / "engine", TensorRtOptions(LIMITS)
-    build_engines(source, head_dir, directory, runtime=runtime, exit_layers=(4,), tensorrt=options)
-    plain, _ = draft_with_head(directory, "none")
-    tokens, num_drafted = draft_with_head(directory, "fixed:4")
-    assert num_drafted > 50 and tokens == plain

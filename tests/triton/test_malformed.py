@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,28 +148,10 @@ def test_tensors_that_do_not_make_the_model(change: Callable[[dict], object], wo
     refuses(checkpoint, words)
 
 
-def header_of(entries: dict) -> bytes:
-    text = json.dumps(entries).encode()
-    return struct.pack("<Q", len(text)) + text
-
-
-@pytest.mark.parametrize(
-    "damage",
-    {
-        "empty": lambda data: b"",
-        "length_beyond_the_file": lambda data: struct.pack("<Q", 1 << 62) + data[8:],
-        "half_the_data": lambda data: data[: len(data) // 2],
-        "one_byte_more": lambda data: data + b"\0",
-        "shape_overflows": lambda data: header_of(
-            {"a": {"dtype": "F32", "shape": [1 << 40, 1 << 40], "data_offsets": [0, 0]}}
-        ),
-        "unknown_dtype": lambda data: header_of({"a": {"dtype": "F3", "shape": [0], "data_offsets": [0, 0]}}),
-    }.items(),
-    ids=lambda damage: damage[0],
-)
-def test_a_weight_file_that_is_damaged(damage: tuple[str, Callable[[bytes], bytes]], checkpoint: Path) -> None:
+@pytest.mark.parametrize("end", [0, 4, 200, -1])
+def test_a_weight_file_that_is_cut_off(end: int, checkpoint: Path) -> None:
     path = checkpoint / WEIGHTS
-    path.write_bytes(damage[1](path.read_bytes()))
+    path.write_bytes(path.read_bytes()[:end])
     refuses(checkpoint, [WEIGHTS, "not readable as safetensors"])
 
 

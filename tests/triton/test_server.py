@@ -155,7 +155,6 @@ def test_stop_request_ends_a_request_early_and_without_error(server: ServeOption
     ("tensors", "message"),
     [
         ({"text_input": "x " * MAX_CONTEXT}, f"context length of {MAX_CONTEXT} tokens"),
-        ({"guided_decoding_guide_type": "json", "end_id": -1}, "end_id = None: an answer with a grammar"),
         ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guided_decoding_guide = '"),
         ({"unknown_tensor": 1.0}, "unknown_tensor"),
         ({"text_input": None, "messages": "[{"}, "messages = '[{': invalid JSON"),
