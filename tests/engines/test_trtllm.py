@@ -22,11 +22,10 @@ from tests.support.trtllm_models import write_trtllm
 WHOLE = {"embedding_axis": None}
 
 
-@pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_equal_those_of_transformers(variant: str, tp: int, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
     model = random_model(variant)
-    manifest = build(write_trtllm(model, tmp_path / "source", tp=tp), tmp_path / "engine", (1,))
+    manifest = build(write_trtllm(model, tmp_path / "source", tp=2), tmp_path / "engine", (1,))
     assert manifest.target.spec.family == VARIANTS[variant][0]
     assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=3) <= MAX_ERROR
 
