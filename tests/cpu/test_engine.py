@@ -35,8 +35,7 @@ Tokens = dict[str, list[int]]
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llvm_engine") / "engine"
-    options = {"weights": "int8", "draft_weights": "int8", "kv_cache_dtype": "fp16"}
-    options |= {"exit_layers": EXIT_LAYERS, "max_context": 256}
+    options = {"weights": "int8", "draft_weights": "int8", "exit_layers": EXIT_LAYERS, "max_context": 256}
     build_engines(DEMO_PAIR / "target", DEMO_PAIR / "draft", path, runtime="llvm", **options)  # pyright: ignore[reportArgumentType]
     return path
 

@@ -1,4 +1,4 @@
-"""Engines with fp16 keys and values: opening, and distance from float32; test_engine.py compares their tokens."""
+"""Engines with fp16 keys and values: opening, and distance from float32; test_eagle3_drafting.py compares tokens."""
 
 from __future__ import annotations
 
