@@ -15,6 +15,7 @@ import uvicorn
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
+from faser_backend.files import FileError, read_text
 from faser_backend.manifest import EngineManifest
 from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.connections import Connection, open_files
@@ -138,10 +139,9 @@ def read_keys(file: Path | None) -> list[str]:
     if file is None:
         return []
     try:
-        keys = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", error)
-        raise ConfigError(f"api-key-file = {file}: not readable as text ({reason})") from None
+        keys = [line.strip() for line in read_text(file).splitlines() if line.strip()]
+    except FileError as error:
+        raise ConfigError(f"api-key-file = {file}: {error.reason}") from None
     if not 1 <= len(keys) <= MAX_KEYS:
         raise ConfigError(f"api-key-file = {file}: has {len(keys)} keys: must have 1 to {MAX_KEYS}, one per line")
     return keys

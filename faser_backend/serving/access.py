@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.files import FileError, read_text
 
 RESTRICTED = ("shared-memory", "model-repository", "trace", "logging")
 ALSO_RESTRICTABLE = ("metadata", "inference", "model-config", "statistics")  # health stays open, for probes
@@ -53,19 +54,12 @@ def read_admin_key(file: Path) -> str:
     """Reads a key from a regular file that only its owner can read. Raises ConfigError naming the file."""
     named = f"--admin-key-file = {file}"
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would hang
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{named}: not readable ({getattr(error, 'strerror', error)})") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise ConfigError(f"{named}: must be a regular file")
-        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            found = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
-            raise ConfigError(f"{named}: {found}: must belong to user {os.geteuid()} and to nobody else (chmod 600)")
-        key = os.read(descriptor, MAX_KEY + 2).decode("latin-1").removesuffix("\n")
-    finally:
-        os.close(descriptor)
+        key, status = read_text(file).removesuffix("\n"), file.stat()
+    except FileError as error:
+        raise ConfigError(f"{named}: {error.reason}") from None
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        found = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
+        raise ConfigError(f"{named}: {found}: must belong to user {os.geteuid()} and to nobody else (chmod 600)")
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{named}: must hold {MIN_KEY} to {MAX_KEY} letters, digits, - and _, and no more")
     return key

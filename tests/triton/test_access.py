@@ -58,11 +58,11 @@ def test_other_key_files_are_refused(tmp_path: Path):
     link = tmp_path / "endless"
     link.symlink_to("/dev/zero")
     cases = {
-        tmp_path / "missing": "not readable",
+        tmp_path / "missing": "missing",
         tmp_path / ("x" * 5000): "not readable",
         tmp_path / "pipe": "must be a regular file",
         link: "must be a regular file",
-        tmp_path: "must be a regular file",
+        tmp_path: "Is a directory",
         write_key(tmp_path / "group", mode=0o640): "mode 0640, .*chmod 600",
         write_key(tmp_path / "short", KEY[:15]): "must hold 16 to 256 letters",
         write_key(tmp_path / "long", "x" * 257): "must hold 16 to 256 letters",
