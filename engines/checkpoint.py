@@ -22,6 +22,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 MAX_TEMPLATE_BYTES = 1 << 20
+QUANTISED_BLOCK = 32  # inputs of a block of quantised numbers
+ZERO_POINTS = "Q4_ZP"  # the type of blocks like Q4_1's, with a zero point in place of the minimum
 GENERIC_CLASS = "PreTrainedTokenizerFast"  # a tokenizer_class that takes everything from tokenizer.json
 
 

@@ -33,7 +33,6 @@ def read_spec(fields: ConfigFields) -> ModelSpec:
     family = fields.values.get("model_type")
     if not isinstance(family, str) or family not in FAMILIES:
         raise fields.error("model_type", family, f"must be one of {', '.join(sorted(FAMILIES))}")
-    _refuse_quantization(fields)
     fields.must_be("hidden_act", "silu")
     _refuse_windows(fields)
     spec = ModelSpec(**(_dimensions(fields) | _rotary(fields) | FAMILIES[family](fields)), family=family)
@@ -91,12 +90,6 @@ def _rotary(fields: ConfigFields) -> dict[str, Any]:
         raise fields.error("low_freq_factor", low, f"must be below high_freq_factor = {high}")
     pretrained = rope.count("original_max_position_embeddings", MAX_CONTEXT)
     return {"rope_theta": theta, "rope_scaling": RopeScaling("llama3", factor, low, high, pretrained)}
-
-
-def _refuse_quantization(fields: ConfigFields) -> None:
-    if fields.values.get("quantization_config") is not None:
-        method = fields.section("quantization_config").values.get("quant_method", "unknown")
-        raise fields.error("quantization_config.quant_method", method, "quantised weights are not supported")
 
 
 def _refuse_windows(fields: ConfigFields) -> None:

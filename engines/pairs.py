@@ -18,6 +18,7 @@ from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, Checkpoint
 from faser_backend.engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
+from faser_backend.engines.quantised_checkpoint import SECTION, QuantisedCheckpoint
 from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
 from faser_backend.engines.tokenizer_files import Prompts, TokenizerFile, read_end_ids, read_prompts, read_tokenizer
@@ -49,7 +50,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = read_json(path / CONFIG_FILE)
     if "architecture" in config and "model_type" not in config:
         return TensorRTLLMCheckpoint(path, config)
-    return HuggingFaceCheckpoint(path, config)
+    return (QuantisedCheckpoint if config.get(SECTION) else HuggingFaceCheckpoint)(path, config)
 
 
 def _find_gguf(path: Path) -> Path | None:

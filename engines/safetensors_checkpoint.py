@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
@@ -22,8 +23,9 @@ from faser_backend.files import FileError, check_regular
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
-INTEGERS = ("I64", "I32", "BOOL")
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
+INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
+MAPPED = DTYPES | INTEGERS | {"I8": np.dtype(np.int8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _METADATA = "__metadata__"
 
 
@@ -123,19 +125,26 @@ class SafetensorsFile:
 
         Raises CheckpointError if a number of that part is not finite.
         """
-        offset = self._first_byte + self._entries[name]["data_offsets"][0]
-        tensor = np.memmap(self.path, DTYPES[self.dtype(name)], "r", offset, self.shape(name))[part]
+        tensor = self.map(name, *DTYPES)[part]
         index = first_not_finite(tensor)
         if index is not None:
             where = f" of part {part}" if part != () else ""
             raise CheckpointError(f"{self.path}: {name}{list(index)}{where} = {tensor[index]}: must be finite")
         return tensor
 
+    def stored_dtype(self, name: str) -> str:
+        """Returns the format as safetensors spells it, whatever it is."""
+        return self._entries[name]["dtype"]
+
+    def map(self, name: str, *dtypes: str) -> np.ndarray:
+        """Maps a tensor unchecked, a scalar as a vector. Raises CheckpointError for a format not in `dtypes`."""
+        dtype = MAPPED[self._checked_dtype(name, dtypes)]
+        offset = self._first_byte + self._entries[name]["data_offsets"][0]
+        return np.memmap(self.path, dtype, "r", offset, self.shape(name) or (1,))
+
     def read_integers(self, name: str) -> np.ndarray:
         """Reads a tensor of integers or booleans as int64. Raises CheckpointError for another format."""
-        self._checked_dtype(name, INTEGERS)
-        with safe_open(self.path, "np") as file:
-            return file.get_tensor(name).astype(np.int64)
+        return self.map(name, *INTEGERS).astype(np.int64)
 
     def _checked_dtype(self, name: str, choices: Collection[str]) -> str:
         dtype = self._entries[name]["dtype"]

@@ -209,8 +209,9 @@ def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource], oth
         checkpoint.dtype(name)
     for name in checkpoint.names:
         # transformers ties the head even if the file has one
-        is_known = name in wanted or name in others or name == "lm_head.weight"
-        if not is_known and not name.endswith(IGNORED_SUFFIXES):
+        is_known = name in wanted or name in others or name == "lm_head.weight" or name.endswith(IGNORED_SUFFIXES)
+        # tools of GPTQ write biases of zeros for modules without a bias
+        if not is_known and not (name.endswith("_proj.bias") and not checkpoint.read(name).any()):
             raise CheckpointError(
                 f"{checkpoint.origin}: tensor {name} belongs to no part of the model that its config describes"
             )

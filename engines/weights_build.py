@@ -24,7 +24,7 @@ import numpy as np
 from faser_backend.core.model import ModelSpec, WeightFormat
 from faser_backend.cpu.kernels.layouts import COLUMNS_AT_ONCE, store_groups, store_matrix, stored_bytes
 from faser_backend.engines.arrays import FLOAT_TYPES, converted_blocks
-from faser_backend.engines.checkpoint import CheckpointError
+from faser_backend.engines.checkpoint import QUANTISED_BLOCK, ZERO_POINTS, CheckpointError
 from faser_backend.engines.eagle3 import Eagle3Head
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import CPU_KV_CACHE_DTYPES, FileSpec, ModelEngine, SegmentSpec, TensorSpec
@@ -33,14 +33,13 @@ from faser_backend.runtime_spec import RUNTIMES
 FLOAT32, FLOAT16, INT8, INT4 = "fp32", "fp16", "int8", "int4"
 STORED_NAMES = {FLOAT32: "F32", FLOAT16: "F16", "bf16": "BF16"}  # the names of formats in safetensors files
 HALF_CHECKPOINTS = ("F16", "BF16")
-# The stored types that a format represents exactly, the smallest format first; float32 represents all.
-HELD = {INT4: ("Q4_0", "Q4_1"), INT8: ("Q8_0", "Q4_0"), FLOAT16: ("F16",), "bf16": ("BF16",)}
+# The stored types that a format represents exactly, except minimums made of zero points, the smallest format first.
+HELD = {INT4: ("Q4_0", "Q4_1", ZERO_POINTS), INT8: ("Q8_0", "Q4_0", ZERO_POINTS), FLOAT16: ("F16",), "bf16": ("BF16",)}
 HELD_TYPES = {"F32"}.union(*HELD.values())
 ENDS: tuple[str, str] = ("embedding", "lm_head")  # matrices outside the layers, [vocab_size, hidden_size]
 ROUTER = ".router"  # the end of its names
 NUM_NAMED = 3  # matrices of one kind that a report names
 ALIGNMENT = 64
-QUANTISED_BLOCK = 32  # inputs
 Q4_ZERO = 8  # the number of Q4_0 that represents 0
 HALF_BYTES = 2
 _NUM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8}
@@ -98,8 +97,8 @@ def _rounded(chosen: WeightFormat, matrices: Mapping[str, frozenset[str]]) -> st
     """Counts and names, by type, the quantised matrices of the checkpoint that the chosen formats round."""
     found = defaultdict[str, list[str]](list)
     for name, types in matrices.items():
-        quantised = types - set(STORED_NAMES.values())
-        if quantised and not is_held(types, format_of(name, chosen)):
+        quantised, own_format = types - set(STORED_NAMES.values()), format_of(name, chosen)
+        if quantised and (not is_held(types, own_format) or (ZERO_POINTS in types and own_format == INT4)):
             found["/".join(sorted(quantised))].append(name)
     return ", ".join(
         f"{len(names)} of {kind} ({', '.join(names[:NUM_NAMED])}{', ...' * (len(names) > NUM_NAMED)})"
@@ -215,14 +214,14 @@ def _llvm_matrix(weights: ModelWeights, name: str, weight_format: WeightFormat) 
 def groups_of(
     blocks: np.ndarray, stored_type: str, weight_format: str
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-    """Converts blocks of a GGUF file to the integers, scales and minimums of a format, without rounding.
+    """Converts blocks to the integers, scales and minimums of a format, without rounding the numbers.
 
     blocks: bytes [num_outputs, row_bytes]. Returns the arguments of layouts.store_groups: [num_inputs, num_outputs],
     [num_inputs / 32, num_outputs], and minimums of the same shape for int4 (None for int8).
 
-    int8 takes Q8_0 and Q4_0, int4 takes Q4_0 and Q4_1. Scales are not checked: they may not be finite.
+    int8 takes Q8_0, Q4_0 and Q4_ZP, int4 takes Q4_0, Q4_1 and Q4_ZP. Scales are not checked: they may not be finite.
     """
-    num_scales = 2 if stored_type == "Q4_1" else 1
+    num_scales = 2 if stored_type in ("Q4_1", ZERO_POINTS) else 1
     num_bytes = QUANTISED_BLOCK if stored_type == "Q8_0" else QUANTISED_BLOCK // 2
     grouped = blocks.reshape(len(blocks), -1, num_scales * HALF_BYTES + num_bytes)  # [out, groups, block bytes]
     halves = np.ascontiguousarray(grouped[..., : num_scales * HALF_BYTES]).view(np.float16)
@@ -231,13 +230,13 @@ def groups_of(
         return _by_inputs(stored.view(np.int8)), scales.T, None
     assert stored_type.startswith("Q4_"), f"{weight_format} does not hold {stored_type}"
     numbers = _by_inputs(np.concatenate([stored & 15, stored >> 4], axis=-1))
-    if (stored_type, weight_format) == ("Q4_0", INT8):
-        return numbers.astype(np.int8) - np.int8(Q4_ZERO), scales.T, None
-    assert weight_format == INT4, f"{weight_format} does not hold {stored_type}"
     if stored_type == "Q4_1":
+        assert weight_format == INT4, f"{weight_format} does not hold {stored_type}"
         return numbers, scales.T, halves[..., 1].T
-    with np.errstate(over="ignore"):  # exact, as 8 is a power of two, but infinite for scales above 8188
-        return numbers, scales.T, (scales * np.float16(-Q4_ZERO)).T
+    zeros = halves[..., 1].T if stored_type == ZERO_POINTS else np.full(scales.T.shape, Q4_ZERO)
+    if weight_format == INT8:
+        return numbers.astype(np.int8) - np.repeat(zeros.astype(np.int8), QUANTISED_BLOCK, axis=0), scales.T, None
+    return numbers, scales.T, -zeros * scales.T.astype(np.float32)  # as a half: exact for 8, infinite above 65504
 
 
 def _by_inputs(numbers: np.ndarray) -> np.ndarray:

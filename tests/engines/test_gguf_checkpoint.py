@@ -15,13 +15,11 @@ from gguf import GGMLQuantizationType as Type
 from faser_backend.core.model import RopeScaling
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.engines.families import read_spec
 from faser_backend.engines.gguf_checkpoint import TYPES, GGUFCheckpoint
 from faser_backend.engines.pairs import open_checkpoint
-from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import MAX_ERROR, build, open_runner
-from tests.support.gguf_models import SCALES, Edit, random_blocks, write_gguf
+from tests.support.gguf_models import Edit, write_gguf
 from tests.support.tiny_models import LLAMA3_ROPE, largest_error, random_model, write_model
 
 QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
@@ -93,16 +91,6 @@ def test_experts_are_dequantised_one_by_one(kind: str, tmp_path: Path):
     assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") <= MAX_ERROR
 
 
-def test_blocks_of_experts_are_joined_as_their_numbers_are(tmp_path: Path):
-    file, sizes = tmp_path / "model.gguf", {**QUANTISED, "moe_intermediate_size": 32, "num_hidden_layers": 1}
-    write_gguf(random_model("qwen3_moe", **sizes), file, kind=Type.Q8_0)
-    checkpoint = GGUFCheckpoint(file)
-    weights = ModelWeights(checkpoint, read_spec(checkpoint.fields), joins_experts=True)
-    for name in ("layers.0.experts.gate", "layers.0.experts.down"):
-        numbers = gguf.quants.dequantize(weights.read_blocks(name), Type.Q8_0)
-        assert np.array_equal(numbers.T, weights[name]) and weights.stored_types(name) == {"Q8_0"}
-
-
 def test_the_comparison_notices_rows_in_another_order(tmp_path: Path):
     model = write_gguf(random_model("linear_rope"), tmp_path / "model.gguf", edit=linear, permutes=False)
     assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") > 100 * MAX_ERROR
@@ -112,43 +100,6 @@ def test_the_comparison_notices_factors_that_are_left_out(tmp_path: Path):
     model = random_model("llama3_rope", rope_parameters=LLAMA_31)
     write_gguf(model, tmp_path / "model.gguf")
     assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") > 10 * MAX_ERROR
-
-
-@pytest.mark.parametrize("kind", TYPES)
-def test_rows_lie_where_the_packages_reader_finds_them(kind: str, tmp_path: Path):
-    sizes = sizes_for(kind)
-    file = tmp_path / "model.gguf"
-    write_gguf(random_model("qwen2", **sizes, num_hidden_layers=1), file, kind=Type[kind])
-    checkpoint = GGUFCheckpoint(file)
-    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
-    name = "model.layers.0.mlp.down_proj.weight"
-    stored_type, rows = checkpoint.stored_type(name), checkpoint.read_stored(name)
-    wanted = theirs["blk.0.ffn_down.weight"]
-    assert stored_type == kind == wanted.tensor_type.name
-    assert np.array_equal(rows.view(np.uint8), wanted.data.view(np.uint8))
-    expected = gguf.quants.dequantize(wanted.data, wanted.tensor_type)
-    read = checkpoint.read(name)
-    assert read.shape == expected.shape == checkpoint.shape(name)
-    assert np.array_equal(read.astype(np.float32), expected)
-
-
-def test_stored_blocks_come_in_hugging_faces_order(tmp_path: Path):
-    file = tmp_path / "model.gguf"
-    write_gguf(random_model("linear_rope", **QUANTISED), file, kind=Type.Q4_0, edit=linear)
-    checkpoint = GGUFCheckpoint(file)
-    for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
-        blocks = checkpoint.read_stored(f"model.layers.1.{name}.weight")
-        assert blocks.dtype == np.uint8
-        expected = gguf.quants.dequantize(blocks, Type.Q4_0)
-        assert np.array_equal(checkpoint.read(f"model.layers.1.{name}.weight"), expected)
-
-
-def test_dequantising_some_rows_at_a_time_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file, name = tmp_path / "model.gguf", "model.embed_tokens.weight"
-    write_gguf(random_model("qwen2", **QUANTISED), file, kind=Type.Q5_1)
-    whole = GGUFCheckpoint(file).read(name)
-    monkeypatch.setattr("faser_backend.engines.gguf_checkpoint.NUMBERS_AT_ONCE", 7 * 64)
-    assert np.array_equal(GGUFCheckpoint(file).read(name), whole)
 
 
 def test_a_directory_with_one_file_is_a_checkpoint(tmp_path: Path):
@@ -184,9 +135,3 @@ def test_the_tokenizers_folder_goes_with_the_build(tmp_path: Path, monkeypatch: 
     build_engines(tmp_path / "model.gguf", None, tmp_path / "engine")
     gc.collect()
     assert list(temporary.iterdir()) == []
-
-
-def test_random_blocks_are_neither_zero_nor_large():
-    for name in SCALES:
-        numbers = gguf.quants.dequantize(random_blocks(Type[name], 16, 512), Type[name])
-        assert 0.01 < numbers.std() < 0.2 and abs(numbers.mean()) < 0.05
