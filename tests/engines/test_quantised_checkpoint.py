@@ -50,7 +50,7 @@ def test_engines_hold_the_weights_that_the_checkpoint_encodes(name: str, tmp_pat
     shapes = {matrix: array.shape for matrix, array in weights.items()}
     for asked in (None, "int8") if case.rounded == "Q4_ZP" else (None,):
         directory, exactness = tmp_path / f"engine.{asked}", 0.0 if asked else case.exactness
-        manifest = build(source, directory, weights=asked)
+        manifest = build(source, directory, weights=asked, compute="bf16x2")
         stored = manifest.target.weight_format
         assert asked or (case.rounded in stored.rounded and stored.formats == (case.stored, "fp32", "fp32"))
         assert bool(stored.rounded) == bool(exactness)
@@ -79,7 +79,9 @@ def test_builds_in_float32_equal_those_of_the_dequantised_model(runtime: str, tm
 def test_speculation_writes_the_tokens_of_the_dequantised_model(name: str, tmp_path: Path) -> None:
     """Where the choice of the model is clear: its lead is above what rounding may change."""
     reference = write(tmp_path / "source", name)
-    build_engines(tmp_path / "source", tmp_path / "source", tmp_path / "engine", kv_cache_dtype="fp32")
+    build_engines(
+        tmp_path / "source", tmp_path / "source", tmp_path / "engine", kv_cache_dtype="fp32", compute="bf16x2"
+    )
     engine = build_engine(tmp_path / "engine", EngineConfig(policy="fixed:4", pipeline="serial"))
     prompts = np.random.default_rng(5).integers(0, 97, (6, 12))
     answers = drive(engine, [request(f"{i}", prompt.tolist(), 24) for i, prompt in enumerate(prompts)]).tokens
@@ -111,7 +113,7 @@ def test_modules_that_are_left_out_stay_as_they_are_and_biases_of_zeros_are_drop
 def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
     model = random_model("qwen3_moe", **{**SIZES, "moe_intermediate_size": 64})
     reference = write_quantised(model, tmp_path / "source", CASES["gptq_4"])
-    manifest = build(tmp_path / "source", tmp_path / "engine")
+    manifest = build(tmp_path / "source", tmp_path / "engine", compute="bf16x2")
     assert manifest.target.weight_format.formats == ("int4", "fp32", "fp32")
     assert largest_error(open_runner(manifest, tmp_path / "engine"), reference, seed=0) <= UNIT_ERROR
 
