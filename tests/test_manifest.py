@@ -13,8 +13,8 @@ import pytest
 from faser_backend.core.errors import FaserError, ManifestError
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.manifest import EngineManifest, file_sha256
-from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
+from faser_backend.manifest import EngineManifest
+from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -120,14 +120,6 @@ def test_a_file_that_is_not_the_built_one_is_refused(name: str, engine: Path) ->
     refuses(engine, name, "changed", "sha256")
     path.unlink()
     refuses(engine, name, "missing")
-
-
-def test_a_foreign_tokenizer_is_refused_even_with_its_own_hash(engine: Path) -> None:
-    write_tokenizer(engine, first="stranger")
-    path = engine / "tokenizer.json"
-    size, digest = path.stat().st_size, file_sha256(path)
-    edit_json(engine / "manifest.json", lambda m: m["tokenizer"].update(num_bytes=size, sha256=digest))
-    refuses(engine, "tokenizer.json", "vocabulary")
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,17 @@ def stream(server: ServeOptions) -> Iterator[Stream]:
     stream.close()
 
 
+def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream: Stream):
+    prompt = [5, 6, 7]
+    given = {"input_ids": prompt, "input_lengths": 3, "request_output_len": 20, "end_id": -1}
+    unary = stream.ask("tensorrt_llm", **given)
+    streamed = stream.ask("tensorrt_llm", streaming=True, return_log_probs=True, **given)
+    assert unary.token_ids[:3] == prompt and len(unary.token_ids) == 23
+    assert streamed.token_ids == unary.token_ids[3:]
+    assert unary.last.get_response().outputs[0].name == "output_ids"
+    assert streamed.last.as_numpy("cum_log_probs")[0, 0] < 0
+
+
 def test_drafting_can_be_opted_out_of_without_changing_tokens(stream: Stream):
     given = {"text_input": PROMPT, "max_tokens": 40, "seed": 5, "return_perf_metrics": True, **SAMPLED}
     drafted = stream.ask("tensorrt_llm_bls", **given)
