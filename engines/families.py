@@ -106,14 +106,6 @@ def _llama(fields: ConfigFields) -> dict[str, Any]:
     return _attention_bias(fields) | {"has_mlp_bias": fields.flag("mlp_bias", False)}
 
 
-def _mistral(fields: ConfigFields) -> dict[str, Any]:
-    return {}
-
-
-def _qwen2(fields: ConfigFields) -> dict[str, Any]:
-    return {"has_qkv_bias": True}
-
-
 def _qwen3(fields: ConfigFields) -> dict[str, Any]:
     return _attention_bias(fields) | {"has_qk_norm": True, "head_dim": fields.count("head_dim", MAX_WIDTH, default=128)}
 
@@ -139,8 +131,8 @@ def _attention_bias(fields: ConfigFields) -> dict[str, Any]:
 
 FAMILIES: dict[str, Callable[[ConfigFields], dict[str, Any]]] = {
     "llama": _llama,
-    "mistral": _mistral,
-    "qwen2": _qwen2,
+    "mistral": lambda fields: {},
+    "qwen2": lambda fields: {"has_qkv_bias": True},
     "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
 }

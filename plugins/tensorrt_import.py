@@ -92,33 +92,24 @@ class ErrorLog:
         return TensorRtError(f"{stage}: {'; '.join(dict.fromkeys(errors)) or otherwise}")
 
 
-def import_tensorrt(flavour: Flavour | None = None) -> TensorRt:
-    """Imports the TensorRT of a flavour; without one, full TensorRT if it is installed, else RTX.
+@cache
+def import_tensorrt(flavour: Flavour | None) -> TensorRt:
+    """Imports the TensorRT of a flavour, which is not None: only a runtime of TensorRT has one.
 
     Raises TensorRtError naming the extra to install and why each module could not be imported.
     """
-    flavours: tuple[Flavour, ...] = ("full", "rtx") if flavour is None else (flavour,)
-    reasons = []
-    for candidate in flavours:
-        found = _import(candidate)
-        if isinstance(found, TensorRt):
-            return found
-        reasons += found
-    extras = " or ".join(f"pip install 'faser-backend[{EXTRAS[candidate]}]'" for candidate in flavours)
-    wanted = "TensorRT-RTX" if flavour == "rtx" else "TensorRT"
-    raise TensorRtError(f"{wanted} cannot be imported; install it with {extras} ({'; '.join(reasons)})")
-
-
-@cache
-def _import(flavour: Flavour) -> TensorRt | tuple[str, ...]:
-    """Imports the library, or returns why each of its modules could not be imported."""
+    assert flavour is not None, "the runtime has no TensorRT"
     reasons = []
     for name in MODULES[flavour]:
         try:
             return TensorRt(importlib.import_module(name), flavour)
         except (ImportError, OSError, RuntimeError, AttributeError) as error:  # bindings without their libraries
             reasons.append(f"{name}: {error}")
-    return tuple(reasons)
+    wanted, extra = (
+        "TensorRT-RTX" if flavour == "rtx" else "TensorRT",
+        f"pip install 'faser-backend[{EXTRAS[flavour]}]'",
+    )
+    raise TensorRtError(f"{wanted} cannot be imported; install it with {extra} ({'; '.join(reasons)})")
 
 
 def _make_logger(module: Any, log: ErrorLog) -> Any:

@@ -210,11 +210,9 @@ def is_fatal(error: BaseException) -> bool:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        if getattr(each, "error_code", None) in FATAL_ERRORS or _names_a_fatal_error(str(each).lower()):
+        message = str(each).lower()
+        is_named = "cuda" in message and any(words in message for words in _UNAMBIGUOUS)
+        if is_named or getattr(each, "error_code", None) in FATAL_ERRORS:
             return True
         pending += [each.__cause__, each.__context__]
     return False
-
-
-def _names_a_fatal_error(message: str) -> bool:
-    return "cuda" in message and any(words in message for words in _UNAMBIGUOUS)

@@ -139,7 +139,7 @@ class CudaRuntime:
         pool.storage.copy_(torch.from_numpy(numbers).to(pool.storage))  # expands on the device, not on the host
 
     def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
-        split = self._split_of(share)
+        split = next((split_name(*pair) for pair in self.menu.splits if share in pair), "")  # "": the whole device
         programs = self._programs.open(model, split, share.size)
         capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
         limits = self._programs.limits(model, split)
@@ -174,10 +174,6 @@ class CudaRuntime:
         self._programs.close()
         if self._shares is not None:
             self._shares.close()
-
-    def _split_of(self, share: Share) -> str:
-        """Returns the name of the share's split; "" for the whole device."""
-        return next((split_name(*split) for split in self.menu.splits if share in split), "")
 
 
 def first_products(device: torch.device, dtype: torch.dtype) -> None:

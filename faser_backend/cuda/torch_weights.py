@@ -51,9 +51,10 @@ class ModelTensors:
 def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) -> ModelTensors:
     """Reads the file that engines.weights_build wrote; dtype: the manifest's.
 
-    Raises ConfigError if a tensor is missing, unknown or of another dtype.
+    Raises ConfigError if a tensor is missing, unknown or of another dtype, or the model has experts.
     """
-    check_supported(spec)
+    if spec.num_experts:
+        raise ConfigError(f"num_experts = {spec.num_experts}: runtime torch runs only models without experts")
     reader = _Reader(path, DTYPES[dtype], device)
     embedding = reader.matrix("embedding")
     layers = tuple(_read_layer(reader, spec, layer) for layer in range(spec.num_layers))
@@ -100,12 +101,6 @@ def load_head(
     )
     reader.check_all_read()
     return weights
-
-
-def check_supported(spec: ModelSpec) -> None:
-    """Raises ConfigError for a model that runtime torch cannot run."""
-    if spec.num_experts:
-        raise ConfigError(f"num_experts = {spec.num_experts}: runtime torch runs only models without experts")
 
 
 def _read_layer(reader: _Reader, spec: ModelSpec, layer: int) -> LayerTensors:

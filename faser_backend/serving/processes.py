@@ -59,11 +59,6 @@ def terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def is_child_of_main_thread(parent: int) -> bool:
-    """Returns whether this process belongs to its parent's main thread, as children of ended threads do too."""
-    return os.getpid() in children(parent)
-
-
 def children(pid: int) -> list[int]:
     """Returns the running children of a process's main thread, which inherits those of threads that have ended."""
     try:

@@ -25,7 +25,7 @@ from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.loading import log, written_phases
 from faser_backend.serving.log_format import log_request, set_up_logging
 from faser_backend.serving.parameters import ModelOptions, ServingOptions, given_parameters
-from faser_backend.serving.processes import PARENT_POLL_S, die_with_parent, is_child_of_main_thread
+from faser_backend.serving.processes import PARENT_POLL_S, children, die_with_parent
 from faser_backend.serving.request_life import Listener
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.serving.tracing import Tracing
@@ -431,7 +431,7 @@ def _exit_with_server(server_pid: int) -> None:
     # the starting thread ends, and other threads end before the server.
     is_watched = False
     while os.getppid() == server_pid:
-        if not is_watched and is_child_of_main_thread(server_pid):
+        if not is_watched and os.getpid() in children(server_pid):
             die_with_parent()
             is_watched = True
         time.sleep(PARENT_POLL_S)
