@@ -194,10 +194,8 @@ class AcceptanceModel:
         if frontier.margins is None or frontier.margins.shape[1] == 0:
             return
         columns = np.arange(frontier.margins.shape[1])
-        for source, calibration in enumerate(self._calibrations):
-            rows = np.flatnonzero(frontier.sources == source)
-            if not rows.size:
-                continue
+        for source in set(frontier.sources.tolist()).intersection(range(CLIENT)):
+            calibration, rows = self._calibrations[source], np.flatnonzero(frontier.sources == source)
             sequences, margins = [record.plan.decodes[row] for row in rows], frontier.margins[rows]
             num_accepted = record.acceptance.num_accepted[rows]
             num_tested = np.minimum(num_accepted + 1, record.num_testable[rows])

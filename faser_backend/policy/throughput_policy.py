@@ -30,9 +30,9 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
 # Decisions between two weighings, which take 0.4 ms: the interval doubles while the choice stays the same.
 MIN_INTERVAL, MAX_INTERVAL = 4, 64
-# Learning from a step takes 0.15 ms. Once the choice stays the same one step in so many is learned from, or in so much
+# Learning from a step takes 0.3 ms. Once the choice stays the same one step in so many is learned from, or in so much
 # time if steps are short. Learned from every step, drafting seemed 4 % slower than it is, maybe for cold caches.
-LEARN_EVERY, LEARN_SPAN_US = 4, 20_000.0
+LEARN_EVERY, EXPLORED_LEARN_EVERY, LEARN_SPAN_US = 8, 4, 20_000.0
 PROBE_TOKENS, PROBE_TESTS = 4, 16  # that a step drafts, one per request at least, until so many were tested
 MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while drafting
 # Share of the batch that joins or leaves before the mode is chosen again at once. A plain step does not depend on what
@@ -105,7 +105,9 @@ class ThroughputPolicy:
         self._is_waiting = before.mode is None and now.mode is not None and gain_us < self._catch_up_us(sequences)
         now = plain if self._is_waiting else now
         has_changed = (before.mode, before.partition) != (now.mode, now.partition)
-        if has_changed or abs(before.num_draft_tokens - now.num_draft_tokens) > 1:
+        # Where chains are trimmed, the longest length does not matter.
+        is_fixed = 0.0 in (before.floor, now.floor)
+        if has_changed or (is_fixed and abs(before.num_draft_tokens - now.num_draft_tokens) > 1):
             self._interval = MIN_INTERVAL
         elif num_decided >= self._interval and (now.mode is None or self._acceptance.num_tests >= MANY_TESTS):
             self._interval = min(2 * self._interval, MAX_INTERVAL)
@@ -218,7 +220,8 @@ class ThroughputPolicy:
         self._num_observed += 1
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
         self._was_drafting = has_drafted
-        if self._num_observed % (LEARN_EVERY if self._explorer.current is not None else self._learn_every) == 0:
+        every = self._learn_every if self._explorer.current is None else EXPLORED_LEARN_EVERY
+        if self._num_observed % every == 0:
             self._learn(record, has_drafted=has_drafted)
 
     def _learn(self, record: StepRecord, *, has_drafted: bool) -> None:

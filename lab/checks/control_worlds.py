@@ -216,12 +216,12 @@ def run(world: ControlWorld, spec: str, seed: int) -> Row:
     outputs = np.maximum(world.num_tokens * spread[1], 1).astype(np.int64)
     policy = None if spec == ORACLE else parse_policy(spec, lambda: world.knowledge)
     longest = int(outputs.max())
+    spans_s: list[float] = []
+    if policy is not None:  # before the engine takes its methods
+        policy.decide, policy.observe = (_timed(each, spans_s) for each in (policy.decide, policy.observe))
     sim = build_sim_engine(world.world(), config, seed=seed, max_output_tokens=longest, policy=policy, name=spec)
     if world.noise:
         _disturb(sim, world.noise, np.random.default_rng([seed, 1]))
-    spans_s: list[float] = []
-    if policy is not None:
-        policy.decide, policy.observe = (_timed(each, spans_s) for each in (policy.decide, policy.observe))
     gaps = rng.exponential(world.gap_ms, world.num_requests) if world.gap_ms else np.zeros(world.num_requests)
     waves = np.arange(world.num_requests) * world.num_waves // world.num_requests
     trace = Trace((gaps.cumsum() + world.wave_ms * waves) / 1e3, prompts, outputs, world.name)
