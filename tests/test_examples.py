@@ -14,18 +14,12 @@ import pytest
 from faser_backend import LLM, SamplingParams
 from faser_backend.lab.checks.servers import free_ports
 from tests.support.served import serve
-from tests.support.serving_pair import build_pair
 from tests.test_docs import command_lines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OFFLINE = ("offline_batch.py", "policy.py")
 CLIENTS = ("grpc_stream.py", "http_stream.py", "openai_client.py")
 PROMPT = "def read_lines(path):\n"
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("examples"))
 
 
 @pytest.fixture(scope="module")

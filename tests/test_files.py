@@ -19,19 +19,13 @@ from faser_backend.files import FileError, check_room, read_bytes, read_json, re
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton import server
-from tests.support.serving_pair import build_pair
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("files"))
-
-
 @pytest.fixture
-def engine_dir(built: Path, tmp_path: Path) -> Path:
-    return shutil.copytree(built, tmp_path / "engine")
+def engine(engine_dir: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(engine_dir, tmp_path / "engine")
 
 
 ODD_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -51,17 +45,17 @@ def put(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ODD_FILES)
 @pytest.mark.parametrize("name", ["manifest.json", "profile.json"])
-def test_what_is_no_plain_file_is_told_at_once(run, engine_dir: Path, name: str, kind: str):
-    put(kind, engine_dir / name)
-    status, _, err = run("generate", "--engine-dir", engine_dir, "--prompt", "x", "--max-tokens", 1)
+def test_what_is_no_plain_file_is_told_at_once(run, engine: Path, name: str, kind: str):
+    put(kind, engine / name)
+    status, _, err = run("generate", "--engine-dir", engine, "--prompt", "x", "--max-tokens", 1)
     assert status == 1 and err.startswith("error: ") and err.count("\n") == 1
     assert name in err and ODD_FILES[kind][1] in err
 
 
 @pytest.mark.parametrize("kind", ["pipe", "endless", "nested", "sparse"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Path, name: str, kind: str):
-    pair = shutil.copytree(built.parent / "pair", tmp_path / "pair")
+def test_a_checkpoint_is_read_with_the_same_care(run, engine_dir: Path, tmp_path: Path, name: str, kind: str):
+    pair = shutil.copytree(engine_dir.parent / "pair", tmp_path / "pair")
     put(kind, pair / "target" / name)
     status, _, err = run("build", "--target", pair / "target", "--output", tmp_path / "out")
     if name == "tokenizer_config.json" and kind in ("pipe", "endless"):
@@ -70,11 +64,11 @@ def test_a_checkpoint_is_read_with_the_same_care(run, built: Path, tmp_path: Pat
     assert status == 1 and name in err and err.count("\n") == 1
 
 
-def test_links_to_files_are_followed(built: Path, engine_dir: Path):
-    for path in engine_dir.iterdir():
+def test_links_to_files_are_followed(engine_dir: Path, engine: Path):
+    for path in engine.iterdir():
         path.unlink()
-        path.symlink_to(built / path.name)
-    assert EngineManifest.load(engine_dir) == EngineManifest.load(built)
+        path.symlink_to(engine_dir / path.name)
+    assert EngineManifest.load(engine) == EngineManifest.load(engine_dir)
 
 
 def test_text_and_names(tmp_path: Path):
@@ -109,23 +103,23 @@ def test_text_and_names(tmp_path: Path):
         ("rms_eps", float("inf"), "rms_eps = inf"),
     ],
 )
-def test_numbers_of_a_manifest_have_limits(engine_dir: Path, field: str, value: Any, message: str):
-    path = engine_dir / "manifest.json"
+def test_numbers_of_a_manifest_have_limits(engine: Path, field: str, value: Any, message: str):
+    path = engine / "manifest.json"
     fields = json.loads(path.read_text())
     fields["target"]["spec"][field] = value
     path.write_text(json.dumps(fields))
     with pytest.raises(ManifestError) as caught:
-        EngineManifest.load(engine_dir)
+        EngineManifest.load(engine)
     assert message in str(caught.value) and len(str(caught.value)) < 500
 
 
-def test_a_file_name_of_5000_characters(engine_dir: Path):
-    path = engine_dir / "manifest.json"
+def test_a_file_name_of_5000_characters(engine: Path):
+    path = engine / "manifest.json"
     fields = json.loads(path.read_text())
     fields["tokenizer"]["name"] = "x" * 5000
     path.write_text(json.dumps(fields))
     with pytest.raises(ManifestError, match="must be a plain name of at most 255 bytes"):
-        EngineManifest.load(engine_dir)
+        EngineManifest.load(engine)
 
 
 def tokenizer_file(path: Path, **parts: Any) -> Path:
@@ -157,8 +151,10 @@ def test_room_on_a_disk_is_checked_before(tmp_path: Path):
     assert not (tmp_path / "new").exists()
 
 
-def test_a_disk_that_is_too_small_is_told_before_anything_is_written(run, built: Path, tmp_path: Path, monkeypatch):
-    pair, output = built.parent / "pair", tmp_path / "out" / "engine"
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    run, engine_dir: Path, tmp_path: Path, monkeypatch
+):
+    pair, output = engine_dir.parent / "pair", tmp_path / "out" / "engine"
     command = ("build", "--target", pair / "target", "--draft", pair / "draft", "--output", output)
     usage = shutil.disk_usage(tmp_path)
     with monkeypatch.context() as small:
@@ -172,12 +168,12 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(run, built:
     assert needed * 0.5 < sum(path.stat().st_size for path in output.iterdir()) < needed * 2 + 100_000
 
 
-def test_a_disk_that_fills_up_on_the_way_leaves_nothing(run, built: Path, tmp_path: Path, monkeypatch):
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(run, engine_dir: Path, tmp_path: Path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(build, "_publish", full)
-    pair, output = built.parent / "pair", tmp_path / "engine"
+    pair, output = engine_dir.parent / "pair", tmp_path / "engine"
     status, _, err = run("build", "--target", pair / "target", "--output", output)
     last = err.splitlines()[-1]
     assert status == 1 and last.startswith(f"error: output_dir = {output}: No space left on device; ")
@@ -193,11 +189,11 @@ def test_a_home_that_nobody_can_write_to_is_one_line(run, monkeypatch, command: 
     assert "/proc/none" in err and "set XDG_CACHE_HOME" in err
 
 
-def test_a_full_temporary_folder_is_one_line(run, built: Path, monkeypatch):
-    usage = shutil.disk_usage(built)
+def test_a_full_temporary_folder_is_one_line(run, engine_dir: Path, monkeypatch):
+    usage = shutil.disk_usage(engine_dir)
     monkeypatch.setattr(server, "check_ports", lambda *_: None)  # the usual ports may be taken
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    status, _, err = run("serve", "--engine-dir", built)
+    status, _, err = run("serve", "--engine-dir", engine_dir)
     assert status == 1 and err.count("\n") == 1
     assert "a server's launch folder, 1000 are free; set TMPDIR to a folder with room" in err
 

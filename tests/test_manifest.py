@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from faser_backend.core.errors import FaserError, ManifestError
+from faser_backend.core.errors import ManifestError
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import EngineManifest
+from tests.support.refusals import edit_json, refuses_build
 from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint
 
 
@@ -34,26 +34,11 @@ def engine(pristine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(pristine, tmp_path / "engine")
 
 
-def edit_json(path: Path, change: Callable[[dict], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-
-
 def refuses(engine: Path, *words: str) -> None:
     with pytest.raises(ManifestError) as caught:
         EngineManifest.load(engine).verify_weights(engine)
     for word in words:
         assert word in str(caught.value)
-
-
-def refuses_build(words: list[str], target: Path, draft: Path, output: Path, **options: object) -> None:
-    with pytest.raises(FaserError) as caught:
-        build_engines(target, draft, output, **options)  # pyright: ignore[reportArgumentType]
-    for word in words:
-        assert word in str(caught.value)
-    assert not output.exists()
-    assert not list(output.parent.glob(".*partial"))
 
 
 def test_a_directory_round_trips(engine: Path) -> None:
@@ -133,8 +118,8 @@ def test_a_file_that_is_not_the_built_one_is_refused(name: str, engine: Path) ->
         ({"exit_layers": (2, 1)}, ["exit_layers", "ascending"]),
     ],
 )
-def test_options_out_of_range_are_refused(options: dict, words: list[str], source: Path, tmp_path: Path) -> None:
-    refuses_build(words, source, source, tmp_path / "out", **options)
+def test_options_out_of_range_are_refused(options: dict, words: list[str], source: Path) -> None:
+    refuses_build(source, source, *words, **options)
 
 
 def test_a_rebuild_replaces_engines_and_nothing_else(source: Path, engine: Path, tmp_path: Path) -> None:

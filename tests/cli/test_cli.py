@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,14 +15,9 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR, MODEL_REPO
 from faser_backend.triton.server import write_launch_copy
 from faser_backend.version import VERSION
-from tests.support.serving_pair import build_pair, write_pair
+from tests.support.serving_pair import write_pair
 
 SAMPLED = ["--temperature", "1", "--seed", "3", "--num-threads", "1"]
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("cli"))
 
 
 def test_generate_json_is_complete_and_repeats_with_its_seed(run, engine_dir):

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from faser_backend.cli.main import app
 from faser_backend.core.model import EAGLE3
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.eagle3 import is_eagle3
-from faser_backend.manifest import MANIFEST_FILE, EngineManifest
+from faser_backend.manifest import MANIFEST_FILE
 from tests.support.eagle3_models import (
     DRAFT_VOCAB_SIZE,
     FEATURE_LAYERS,
@@ -25,6 +22,7 @@ from tests.support.eagle3_models import (
     head_tensors,
     write_head,
 )
+from tests.support.refusals import refuses_build
 from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_tokenizer
 
 Tensors = dict[str, torch.Tensor]
@@ -33,14 +31,6 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"), num_hidden_layers=NUM_TARGET_LAYERS)
-
-
-def refuses(target: Path, head: Path, *words: str, **options: Any) -> None:
-    output = head.parent / "out"
-    with pytest.raises(CheckpointError) as caught:
-        build_engines(target, head, output, **options)
-    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-    assert not output.exists()
 
 
 def test_heads_are_told_from_decoders() -> None:
@@ -73,18 +63,20 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
 @pytest.mark.parametrize(("changes", "words"), CONFIGS, ids=lambda value: next(iter(value)))
 def test_configs_of_other_models(changes: dict[str, Any], words: tuple[str, ...], target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", head_tensors(HEAD), **changes)
-    refuses(target, head, "head/config.json", *words)
+    refuses_build(target, head, "head/config.json", *words)
 
 
 @pytest.mark.parametrize("layers", [[1, 3], [3, 1, 4], [1, 1, 4], [-1, 3, 4], [1, 3, 7], [1, 3, True], "1,3,4"])
 def test_layers_that_the_target_cannot_give(layers: object, target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
-    refuses(target, head, "eagle_aux_hidden_state_layer_ids", str(layers), "ascending layers of the target in [0, 6]")
+    refuses_build(
+        target, head, "eagle_aux_hidden_state_layer_ids", str(layers), "ascending layers of the target in [0, 6]"
+    )
 
 
 def test_targets_too_shallow_for_the_default_layers(tmp_path: Path) -> None:
     target = write_checkpoint(tmp_path / "target", num_hidden_layers=6)
-    refuses(target, write_head(tmp_path / "head"), "eagle_aux_hidden_state_layer_ids = [1, 2, 2]", "[0, 4]")
+    refuses_build(target, write_head(tmp_path / "head"), "eagle_aux_hidden_state_layer_ids = [1, 2, 2]", "[0, 4]")
 
 
 def shift(tensors: Tensors, index: int, value: int) -> None:
@@ -117,19 +109,19 @@ def test_malformed_tensors(name: str, target: Path, tmp_path: Path) -> None:
     change, words = TENSORS[name]
     tensors = head_tensors(HEAD)
     change(tensors)
-    refuses(target, write_head(tmp_path / "head", tensors), "head", *words)
+    refuses_build(target, write_head(tmp_path / "head", tensors), "head", *words)
 
 
 def test_pickled_heads_are_never_opened(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head")
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
-    refuses(target, head, "pytorch_model.bin", "pickle")
+    refuses_build(target, head, "pytorch_model.bin", "pickle")
 
 
 def test_a_tokenizer_that_a_head_brings_has_to_be_its_target_s(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head")
     write_tokenizer(head, VOCAB_SIZE, first="[UNK]")
-    refuses(target, head, "vocabulary of target", "'token0'")
+    refuses_build(target, head, "vocabulary of target", "'token0'")
     write_tokenizer(head)
     build_engines(target, head, tmp_path / "out")
 
@@ -138,18 +130,9 @@ def test_a_head_has_the_context_of_its_target(target: Path, tmp_path: Path) -> N
     head = write_head(tmp_path / "head")
     assert json.loads((head / "config.json").read_text())["max_position_embeddings"] == 32
     manifest = build_engines(target, head, tmp_path / "out")
-    assert manifest.draft is not None
+    assert manifest.draft is not None and manifest.draft.spec.family == EAGLE3
+    assert manifest.target.spec.feature_layers == FEATURE_LAYERS
     assert (manifest.target.spec.max_context, manifest.draft.spec.max_context) == (128, 128)
     manifest = build_engines(target, head, tmp_path / "out", max_context=48)
     assert manifest.draft is not None and manifest.draft.spec.max_context == 48
     assert (tmp_path / "out" / MANIFEST_FILE).is_file()
-
-
-def test_the_command_line_builds_a_head(target: Path, tmp_path: Path) -> None:
-    head = write_head(tmp_path / "head")
-    options = ["--target", str(target), "--draft", str(head), "--output", str(tmp_path / "out")]
-    result = CliRunner().invoke(app, ["build", *options, "--exit-layers", "2,4"])
-    assert result.exit_code == 0, result.output
-    manifest = EngineManifest.load(tmp_path / "out")
-    assert manifest.draft is not None and manifest.draft.spec.family == EAGLE3
-    assert manifest.target.spec.feature_layers == FEATURE_LAYERS

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from faser_backend.core.model import RopeScaling
 from faser_backend.cpu import weights
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
@@ -19,7 +18,7 @@ from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 from faser_backend.manifest import EngineManifest
 from tests.support.gathered_runner import GatheredRunner
-from tests.support.tiny_models import EXPERTS, VARIANTS, VOCAB_SIZE, largest_error, make_rows, random_model, write_model
+from tests.support.tiny_models import VARIANTS, VOCAB_SIZE, largest_error, make_rows, random_model, write_model
 
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 60
@@ -134,18 +133,3 @@ def test_exit_scores_of_a_family_with_norms_and_a_tied_head(tmp_path: Path) -> N
     with torch.no_grad():
         logits = model.lm_head(model.model.norm(torch.from_numpy(hidden.copy()))).numpy()
     assert np.abs(scores - np.take_along_axis(logits, candidates, 1)).max() <= MAX_ERROR
-
-
-def test_specs_say_what_the_configs_say(tmp_path: Path) -> None:
-    specs = {}
-    for variant in ("llama3_rope", "qwen2", "qwen3", "qwen3_moe"):
-        source = write_model(random_model(variant), tmp_path / variant)
-        specs[variant] = build(source, tmp_path / f"engine_{variant}").target.spec
-    assert specs["llama3_rope"].rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 32)
-    assert specs["qwen2"].rope_theta == 1e6
-    biases = {name: (s.has_qkv_bias, s.has_attention_out_bias, s.has_mlp_bias) for name, s in specs.items()}
-    assert biases["qwen2"] == (True, False, False) and biases["qwen3"] == (False, False, False)
-    assert specs["qwen3"].has_qk_norm and not specs["qwen2"].has_qk_norm
-    moe = specs["qwen3_moe"]
-    assert (moe.num_experts, moe.num_experts_per_token) == (EXPERTS["num_experts"], EXPERTS["num_experts_per_tok"])
-    assert moe.intermediate_size == EXPERTS["moe_intermediate_size"] and moe.has_normalized_routing

@@ -11,9 +11,9 @@ import torch
 
 from faser_backend import LLM, SamplingParams
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_families import MAX_ERROR, NUM_BLOCKS, open_runner
+from tests.support.refusals import refuses_build
 from tests.support.serving_pair import byte_level_tokenizer
 from tests.support.tiny_models import make_rows, random_model, reference_logits, run_all, write_model, write_tokenizer
 from tests.support.trtllm_models import write_trtllm
@@ -24,14 +24,6 @@ def source(path: Path, variant: str = "llama3_rope", *, num_tokens: int = 97, **
     directory = write_model(random_model(variant, **changes), path)
     write_tokenizer(directory, num_tokens)
     return directory
-
-
-def refuses(target: Path, draft: Path, *words: str, **options: object) -> None:
-    output = target.parent / "out"
-    with pytest.raises(CheckpointError) as caught:
-        build_engines(target, draft, output, **options)  # pyright: ignore[reportArgumentType]
-    assert [word for word in words if word not in str(caught.value)] == [], str(caught.value)
-    assert not output.exists()
 
 
 def edit_tokenizer(directory: Path, added: list[dict]) -> None:
@@ -88,9 +80,9 @@ def test_pairs_of_different_families_and_layouts(tmp_path: Path) -> None:
 
 def test_tokenizers_that_differ(tmp_path: Path) -> None:
     target, draft = source(tmp_path / "target", num_tokens=97), source(tmp_path / "draft", num_tokens=96)
-    refuses(target, draft, "target (97 tokens, vocab_size 97)", "draft (96 tokens", "'token96'", "96 and None")
+    refuses_build(target, draft, "target (97 tokens, vocab_size 97)", "draft (96 tokens", "'token96'", "96 and None")
     write_tokenizer(draft, 97, first="[UNK]")
-    refuses(target, draft, "'token0'", "0 and None")
+    refuses_build(target, draft, "'token0'", "0 and None")
 
 
 def test_special_tokens_that_differ(tmp_path: Path) -> None:
@@ -98,16 +90,16 @@ def test_special_tokens_that_differ(tmp_path: Path) -> None:
     end, other = ({"id": i, "content": f"token{i}", "special": True} for i in (3, 4))
     edit_tokenizer(target, [end, other])
     edit_tokenizer(draft, [end, {**other, "special": False}])
-    refuses(target, draft, "special tokens", "id 4", "'token4' and None")
+    refuses_build(target, draft, "special tokens", "id 4", "'token4' and None")
     edit_tokenizer(draft, [end, other])
     build_engines(target, draft, tmp_path / "out")
 
 
 def test_contexts_that_differ(tmp_path: Path) -> None:
     long, short = source(tmp_path / "long"), source(tmp_path / "short", max_position_embeddings=64)
-    refuses(long, short, "max_position_embeddings", "target = 128", "draft = 64", "max_context = 64")
-    refuses(long, short, "max_context = 65", "[1, 64]", "128", max_context=65)
-    refuses(long, long, "max_context = 0", "[1, 128]", max_context=0)
+    refuses_build(long, short, "max_position_embeddings", "target = 128", "draft = 64", "max_context = 64")
+    refuses_build(long, short, "max_context = 65", "[1, 64]", "128", max_context=65)
+    refuses_build(long, long, "max_context = 0", "[1, 128]", max_context=0)
     limited = build_engines(long, short, tmp_path / "limited", max_context=48)
     assert (limited.target.spec.max_context, limited.draft.spec.max_context) == (48, 48)
     follows = build_engines(short, long, tmp_path / "follows")
@@ -129,9 +121,4 @@ def test_weights_that_the_dtype_cannot_hold(runtime: str, tmp_path: Path) -> Non
         model.get_parameter("model.layers.1.mlp.down_proj.weight")[0, 0] = -1e5
     target = write_model(model, tmp_path / "target")
     words = ("layers.1.down", "99840", "float16", "65504")
-    refuses(target, target, *words, runtime=runtime, dtype="fp16")
-
-
-def test_experts_are_refused_where_they_cannot_run(tmp_path: Path) -> None:
-    target = source(tmp_path / "target", "qwen3_moe")
-    refuses(target, target, "qwen3_moe", "experts", "torch", runtime="torch")
+    refuses_build(target, target, *words, runtime=runtime, dtype="fp16")

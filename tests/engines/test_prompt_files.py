@@ -15,7 +15,7 @@ from faser_backend.lab.prompts import PromptLimits, PromptSet, interleaved, load
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
-from tests.support.serving_pair import MAX_CONTEXT, build_pair
+from tests.support.serving_pair import MAX_CONTEXT
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = "x" * 2000  # more tokens than the tiny pair's context
@@ -30,11 +30,6 @@ QUESTIONS = [
 def write_lines(path: Path, *records: object) -> Path:
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
     return path
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("prompt-files"))
 
 
 @pytest.fixture(scope="module")

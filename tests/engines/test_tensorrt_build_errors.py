@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from faser_backend.core.errors import FaserError
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
@@ -145,14 +144,3 @@ def test_a_graph_without_its_weights_names_file_and_stage(rtx: TensorRt, source:
 def test_full_tensorrt_says_that_it_needs_a_gpu() -> None:
     with pytest.raises(TensorRtError, match=r"TensorRT 11\.4\.0 builds on the GPU .* torch finds no GPU"):
         require_gpu("TensorRT 11.4.0")
-
-
-def test_a_setter_that_only_logs_its_refusal_is_noticed(rtx: TensorRt) -> None:
-    """Every stage ends with a check because nothing is raised: the build would continue."""
-    log = rtx.error_log()
-    builder = rtx.module.Builder(log.logger)
-    config = builder.create_builder_config()
-    config.set_compute_capability(rtx.module.ComputeCapability.SM89, 3)
-    with pytest.raises(TensorRtError, match="options: "):
-        log.check("options")
-    assert issubclass(TensorRtError, FaserError), "or the command line would show a traceback"

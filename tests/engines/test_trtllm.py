@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,12 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.engines.weights import ModelWeights
 from tests.engines.test_families import MAX_ERROR, build, open_runner
+from tests.support.refusals import edit_json, refuses_build
 from tests.support.tiny_models import VARIANTS, largest_error, random_model, write_model
 from tests.support.trtllm_models import write_trtllm
 
@@ -78,26 +76,11 @@ def test_half_precision_ranks_are_read(tmp_path: Path) -> None:
     assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=3) <= MAX_ERROR
 
 
-def edit_config(source: Path, change: Callable[[dict], object]) -> None:
-    config = json.loads((source / "config.json").read_text())
-    change(config)
-    (source / "config.json").write_text(json.dumps(config))
-
-
 def edit_rank(source: Path, rank: int, change: Callable[[dict], object]) -> None:
     path = source / f"rank{rank}.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
-
-
-def refuses(source: Path, output: Path, *words: str) -> None:
-    with pytest.raises(CheckpointError) as caught:
-        build_engines(source, source, output)
-    assert "\n" not in str(caught.value)
-    for word in words:
-        assert word in str(caught.value)
-    assert not output.exists()
 
 
 @pytest.mark.parametrize(
@@ -131,8 +114,8 @@ def test_a_config_that_cannot_be_merged_is_named(
     change: Callable[[dict], object], words: list[str], tmp_path: Path
 ) -> None:
     source = write_trtllm(random_model("llama3_rope"), tmp_path / "source", tp=2)
-    edit_config(source, change)
-    refuses(source, tmp_path / "out", *words)
+    edit_json(source / "config.json", change)
+    refuses_build(source, source, *words)
 
 
 @pytest.mark.parametrize(
@@ -160,12 +143,12 @@ def test_ranks_that_do_not_fit_together_are_named(
 ) -> None:
     source = write_trtllm(random_model("llama3_rope"), tmp_path / "source", tp=2)
     edit_rank(source, 1, change)
-    refuses(source, tmp_path / "out", *words)
+    refuses_build(source, source, *words)
 
 
 def test_tensors_that_no_model_has_are_named(tmp_path: Path) -> None:
     source = write_trtllm(random_model("llama3_rope"), tmp_path / "source")
     scale = "transformer.layers.0.attention.qkv.weights_scaling_factor"
     edit_rank(source, 0, lambda tensors: tensors.update({scale: torch.ones(1)}))
-    refuses(source, tmp_path / "out", "rank0.safetensors", scale)
+    refuses_build(source, source, "rank0.safetensors", scale)
     (source / "tokenizer.json").unlink()

@@ -16,26 +16,20 @@ from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, ope
 from tests.pipeline.test_engine import random_requests
 from tests.support.forced_engine import POLICIES, guessing
 from tests.support.harness import drive
-from tests.support.serving_pair import build_pair
 from tests.support.tiny_models import VOCAB_SIZE
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("pair"))
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tokens_of_real_engines_are_those_of_plain_decoding(pair: Path, policy: str):
+def test_tokens_of_real_engines_are_those_of_plain_decoding(engine_dir: Path, policy: str):
     requests = random_requests(7, 10)
-    plain = build_engine(pair, EngineConfig.from_options(policy="none", max_num_seqs=4, num_threads=1))
+    plain = build_engine(engine_dir, EngineConfig.from_options(policy="none", max_num_seqs=4, num_threads=1))
     expected = drive(plain, requests).tokens
     num_plain = plain.metrics().num_steps
     plain.close()
     case = guessing(requests, expected, 5, plain.limits.vocab_size)
     for pipeline in ("serial", "ping_pong", "run_ahead") if policy == "fixed:4" else ("auto",):
         config = EngineConfig.from_options(policy=policy, max_num_seqs=4, num_threads=1, pipeline=pipeline)
-        engine = build_engine(pair, config)
+        engine = build_engine(engine_dir, config)
         assert drive(engine, case.requests, seed=3).tokens == expected
         assert drive(engine, case.requests).tokens == expected
         metrics = engine.metrics()

@@ -36,13 +36,7 @@ from tests.pipeline.test_engine import random_requests
 from tests.support.brief_profile import BRIEF
 from tests.support.forced_engine import POLICIES
 from tests.support.harness import drive, guessed, request
-from tests.support.serving_pair import build_pair, write_pair
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An engine directory with a draft model."""
-    return build_pair(tmp_path_factory.mktemp("pair"))
+from tests.support.serving_pair import write_pair
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +54,12 @@ def config(policy: str = "fixed:4", **options: object) -> EngineConfig:
 # -- engine directories ----------------------------------------------------------------------------------
 
 
-def test_a_target_alone_is_built_and_loaded(alone: Path, pair: Path):
+def test_a_target_alone_is_built_and_loaded(alone: Path, engine_dir: Path):
     manifest = EngineManifest.load(alone)
     assert manifest.draft is None and json.loads((alone / "manifest.json").read_text())["draft"] is None
     assert not list(alone.glob("draft.*"))
     assert {file.name for file in manifest.files} <= {path.name for path in alone.iterdir()}
-    assert manifest.target.spec == EngineManifest.load(pair).target.spec
+    assert manifest.target.spec == EngineManifest.load(engine_dir).target.spec
 
 
 def test_exit_layers_need_a_draft_model(alone: Path, tmp_path: Path):
@@ -80,14 +74,14 @@ def test_exit_layers_need_a_draft_model(alone: Path, tmp_path: Path):
 # -- who drafts ------------------------------------------------------------------------------------------
 
 
-def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path):
+def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, engine_dir: Path):
     for directory, draft, expected in (
         (alone, "auto", NgramProposer),
         (alone, "ngram", NgramProposer),
-        (pair, "auto", ModelProposer),
-        (pair, "model", ModelProposer),
-        (pair, "ngram", NgramProposer),
-        (pair, "model+ngram", JointProposer),
+        (engine_dir, "auto", ModelProposer),
+        (engine_dir, "model", ModelProposer),
+        (engine_dir, "ngram", NgramProposer),
+        (engine_dir, "model+ngram", JointProposer),
     ):
         engine = build_engine(directory, config(draft=draft, pipeline="run_ahead"))
         assert type(engine.step_runner.proposer) is expected
@@ -101,31 +95,21 @@ def test_who_drafts_is_a_matter_of_directory_and_option(alone: Path, pair: Path)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("directory", "options", "message"),
     [
-        ({"draft": "model"}, "draft = 'model': the engine directory has no draft model"),
-        ({"draft": "model+ngram"}, r"draft = 'model\+ngram': the engine directory has no draft model"),
-        ({"early_exit": "on"}, "early_exit = 'on': an exit scores the candidates of a draft model"),
+        ("alone", {"draft": "model"}, "draft = 'model': the engine directory has no draft model"),
+        ("alone", {"draft": "model+ngram"}, r"draft = 'model\+ngram': the engine directory has no draft model"),
+        ("alone", {"early_exit": "on"}, "early_exit = 'on': an exit scores the candidates of a draft model"),
+        ("engine_dir", {"draft": "model+ngram", "early_exit": "on"}, "n-gram chains have no exits; use 'auto'"),
     ],
 )
-def test_options_that_need_a_draft_model_are_refused(alone: Path, options: dict[str, str], message: str):
+def test_options_that_do_not_go_together_are_refused(
+    request: pytest.FixtureRequest, directory: str, options: dict[str, Any], message: str
+):
     with pytest.raises(ConfigError, match=message):
-        build_engine(alone, config(**options))
+        build_engine(request.getfixturevalue(directory), config(**options))
     with pytest.raises(ConfigError, match=message):
-        check_engine(alone, config(**options), None)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"draft": "model+ngram", "early_exit": "on"}, "n-gram chains have no exits; use 'auto'"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(pair: Path, options: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        build_engine(pair, config(**options))
-    with pytest.raises(ConfigError, match=message):
-        check_engine(pair, config(**options), None)
+        check_engine(request.getfixturevalue(directory), config(**options), None)
 
 
 def test_options_out_of_range():
@@ -151,8 +135,8 @@ def test_simulation_needs_a_pair(alone: Path):
 # -- costs -----------------------------------------------------------------------------------------------
 
 
-def test_policies_see_that_drafting_costs_next_to_nothing(alone: Path, pair: Path):
-    for directory in (alone, pair):
+def test_policies_see_that_drafting_costs_next_to_nothing(alone: Path, engine_dir: Path):
+    for directory in (alone, engine_dir):
         costs = serving_knowledge(directory, EngineManifest.load(directory), config(draft="ngram")).costs
         assert costs.partitions == (WHOLE,) and not costs.is_measured
     demo = guessed().costs
@@ -162,10 +146,10 @@ def test_policies_see_that_drafting_costs_next_to_nothing(alone: Path, pair: Pat
     assert costs.call_us(TARGET, *call) == demo.call_us(TARGET, *call)
 
 
-def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_measured_of_a_draft_model_is_not_used(engine_dir: Path, monkeypatch: pytest.MonkeyPatch):
     """Its margins mean something else; its target's costs hold."""
-    manifest = EngineManifest.load(pair)
-    guessed = serving_knowledge(pair, manifest, config())
+    manifest = EngineManifest.load(engine_dir)
+    guessed = serving_knowledge(engine_dir, manifest, config())
     measured = replace(
         guessed.costs,
         is_measured=True,
@@ -173,9 +157,9 @@ def test_what_was_measured_of_a_draft_model_is_not_used(pair: Path, monkeypatch:
     )
     known = replace(guessed, costs=measured, margins=dict.fromkeys(KINDS, MarginCounts(np.ones(14), np.ones(14))))
     monkeypatch.setattr(drafting, "load_knowledge", lambda *_: known)
-    used = serving_knowledge(pair, manifest, config())
+    used = serving_knowledge(engine_dir, manifest, config())
     assert (used.costs, used.margins, used.exits) == (known.costs, known.margins, known.exits)
-    seen = serving_knowledge(pair, manifest, config(draft="ngram"))
+    seen = serving_knowledge(engine_dir, manifest, config(draft="ngram"))
     assert seen.margins == {} and seen.exits == () and seen.costs.is_measured
     assert seen.costs.overhead == OverheadCost(1.0, 2.0, 3.0, 0.0, 0.0)
     target = (TARGET, WHOLE, 8, 8, 100)
@@ -202,15 +186,15 @@ def test_a_target_alone_is_profiled(alone: Path, tmp_path: Path, monkeypatch: py
 # -- tokens ----------------------------------------------------------------------------------------------
 
 
-def test_tokens_are_those_of_plain_decoding(alone: Path, pair: Path):
+def test_tokens_are_those_of_plain_decoding(alone: Path, engine_dir: Path):
     """Greedy and sampled, with penalties and all, in batches that come and go."""
     requests = [*random_requests(7, 10), request("copies", [7, 8, 9, 10] * 5, 40)]
-    plain = build_engine(pair, config("none"))
+    plain = build_engine(engine_dir, config("none"))
     expected = drive(plain, requests).tokens
     plain.close()
     num_accepted = 0
     for policy in POLICIES:
-        for directory, draft in ((alone, "auto"), (pair, "ngram"), (pair, "model+ngram")):
+        for directory, draft in ((alone, "auto"), (engine_dir, "ngram"), (engine_dir, "model+ngram")):
             engine = build_engine(directory, config(policy, draft=draft))
             assert drive(engine, requests, seed=3).tokens == expected, (policy, draft)
             num_accepted += engine.metrics().num_accepted

@@ -18,14 +18,9 @@ from faser_backend.engines.tokenizer_files import MAX_TEMPLATE_BYTES, Prompts, r
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import PromptFormat
 from tests.support.chat_templates import CHATML, CONVERSATIONS, MISTRAL, USER
-from tests.support.serving_pair import END_ID, build_pair, byte_level_tokenizer, copy_without_template, write_pair
+from tests.support.serving_pair import END_ID, byte_level_tokenizer, copy_without_template, write_pair
 
 SHORT = ("--max-tokens", 6, "--num-threads", 1, "--json")
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("prompts"))
 
 
 @pytest.fixture

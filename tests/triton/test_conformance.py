@@ -41,7 +41,7 @@ from tests.support.clients import (
 )
 from tests.support.conformance_cases import DOCS, VOCAB_SIZE, base_request, neutral, output_of, shape_of, used, written
 from tests.support.served import Served, serve
-from tests.support.serving_pair import MAX_CONTEXT, build_pair, byte_level_tokenizer
+from tests.support.serving_pair import MAX_CONTEXT, byte_level_tokenizer
 
 PROMPT = "def größe(x):\n"
 LONG = 200  # tokens: even a busy machine cannot join all of such a stream in one response
@@ -51,12 +51,6 @@ EXCLUDE = {"exclude_input_in_output": one(True, bool)}
 PERF_OUTPUTS = ("kv_cache_alloc_new_blocks", "kv_cache_reused_blocks", "kv_cache_alloc_total_blocks")
 PERF_OUTPUTS += ("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns")
 PERF_OUTPUTS += ("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens")
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory) -> Path:
-    assert byte_level_tokenizer().get_vocab_size() == VOCAB_SIZE
-    return build_pair(tmp_path_factory.mktemp("conformance"))
 
 
 @pytest.fixture(scope="module")

@@ -8,21 +8,13 @@ import time
 import urllib.request
 from pathlib import Path
 
-import pytest
-
 from faser_backend.pipeline.engine import STEP_KINDS
 from tests.support.clients import infer_http, text_request, token_request
 from tests.support.served import Served, serve
-from tests.support.serving_pair import build_pair
 
 ROOT = Path(__file__).parents[2]
 OURS = ("price", "drafted_tokens", "wasted_tokens")
 PROMPT = "def größe(x):\n"
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("metrics"))
 
 
 def metrics_of(served: Served) -> str:

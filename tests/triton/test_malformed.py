@@ -13,8 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from faser_backend.core.errors import FaserError
-from faser_backend.engines.build import build_engines
+from tests.support.refusals import edit_json, refuses_build
 from tests.support.tiny_models import random_model, write_model
 
 Words = list[str]
@@ -36,19 +35,7 @@ def checkpoint(sources: dict[str, Path], tmp_path: Path) -> Path:
 
 
 def refuses(checkpoint: Path, words: Words) -> None:
-    output = checkpoint.parent / "out"
-    with pytest.raises(FaserError) as caught:
-        build_engines(checkpoint, checkpoint, output)
-    message = str(caught.value)
-    assert "\n" not in message and len(message) < 1000
-    assert [word for word in words if word not in message] == [], message
-    assert [path.name for path in checkpoint.parent.iterdir()] == [checkpoint.name]
-
-
-def edit_json(path: Path, change: Callable[[dict], object]) -> None:
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
+    refuses_build(checkpoint, checkpoint, *words)
 
 
 def config(**changes: Any) -> Callable[[dict], object]:
@@ -174,12 +161,6 @@ def test_pickled_weights_are_not_opened(name: str, checkpoint: Path) -> None:
 def test_an_index_that_leads_astray(weight_map: object, words: Words, checkpoint: Path) -> None:
     (checkpoint / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     refuses(checkpoint, words)
-
-
-def test_the_untouched_checkpoints_can_be_built(sources: dict[str, Path], tmp_path: Path) -> None:
-    """The control: the unchanged checkpoint builds."""
-    for family, source in sources.items():
-        assert build_engines(source, source, tmp_path / family).target.spec.family == family
 
 
 def test_numbers_are_checked_across_blocks(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:

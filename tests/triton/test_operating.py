@@ -194,17 +194,6 @@ def test_a_clients_trace_goes_on_through_every_way_in(server: Operated, engines:
     check_spans(server.collector, 17, engines[0].name)
 
 
-def test_what_has_no_trace_begins_one_and_what_is_not_sampled_has_none(server: Operated):
-    server.ask("ensemble", "untraced", text_input="def", max_tokens=3)
-    span = server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "untraced")
-    assert span.trace_id.hex() != TRACE and not span.parent_span_id
-    body = {"text_input": "def f(x):\n", "max_tokens": 4, "end_id": -1}
-    send(server.served.http_port, "/v2/models/ensemble/generate", {**body, "traceparent": f"00-{'1' * 32}-{PARENT}-00"})
-    server.ask("ensemble", "behind", text_input="def", max_tokens=3)
-    server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "behind")
-    assert not any(each.trace_id.hex() == "1" * 32 for each in server.collector.spans)
-
-
 def test_a_refused_request_has_a_span_and_a_line_with_its_error(server: Operated):
     answer = server.ask("ensemble", "refused", text_input="def", max_tokens=-1)
     assert answer.error is not None

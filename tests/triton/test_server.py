@@ -23,16 +23,11 @@ from faser_backend.triton.server import TritonServer
 from tests.support.chat_templates import CHATML
 from tests.support.clients import Stream, post, wait_for_free_blocks
 from tests.support.served import on_free_ports
-from tests.support.serving_pair import END_ID, MAX_CONTEXT, build_pair
+from tests.support.serving_pair import END_ID, MAX_CONTEXT
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
 NUM_RUNNING, NUM_QUEUED = 16, 40
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("serving"))
 
 
 @pytest.fixture(scope="module")
