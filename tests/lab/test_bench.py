@@ -52,7 +52,7 @@ TINY = Sizing(2, 0.01, 1, 0.2, 2, 6, (0.8,), bursty_ablations=False)
 CHOSEN = "none,fixed:2,goodput,oracle,fixed:4 (ping-pong)"
 FILES = ("bench.json", "report.html", "timeline.json")
 
-engine_dir, questions = test_prompt_files.engine_dir, test_prompt_files.questions  # a tiny pair, four questions
+questions = test_prompt_files.questions  # four
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from faser_backend.serving.parameters import ServeOptions
 from tests.support.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
 from tests.triton import test_server
 
-engine_dir, server = test_server.engine_dir, test_server.server  # fixtures: a tiny pair behind a real server
+server = test_server.server  # a tiny pair behind a real server
 
 
 def write_trace(path: Path, gap_s: float, lengths: list[tuple[int, int]]) -> Path:
