@@ -27,15 +27,16 @@ def row_blocks(array: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         yield first, array[first : first + num_rows]
 
 
-def first_not_finite(array: np.ndarray) -> tuple[int, ...] | None:
-    """Returns the index of an infinity or a NaN, or None."""
+def checked_finite(array: np.ndarray, name: str, where: str = "") -> np.ndarray:
+    """Returns the array. Raises CheckpointError naming it and the index of an infinity or a NaN."""
     exponents = _EXPONENTS[array.dtype]
     for first, block in row_blocks(array):
         is_bad = block.view(exponents.dtype) & exponents == exponents
         if is_bad.any():
             row, *rest = (int(i) for i in np.argwhere(is_bad)[0])
-            return (first + row, *rest)
-    return None
+            index = (first + row, *rest)
+            raise CheckpointError(f"{name}{list(index)}{where} = {array[index]}: must be finite")
+    return array
 
 
 def converted_blocks(name: str, array: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:

@@ -25,7 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTenso
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from faser_backend.core.model import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_WIDTH, RopeScaling
-from faser_backend.engines.arrays import BFLOAT16, first_not_finite
+from faser_backend.engines.arrays import BFLOAT16, checked_finite
 from faser_backend.engines.checkpoint import Checkpoint, CheckpointError, ConfigFields
 from faser_backend.engines.gguf_tokenizer import convert_tokenizer
 from faser_backend.files import FileError, check_regular
@@ -198,9 +198,10 @@ def read_config(file: GGUFFile) -> ConfigFields:
     _check_keys(found, architecture)
     keys = {name: f"{architecture}.{key}" for name, key in NAMES.items()}
     config = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
+    embedding = file.tensors.get("token_embd.weight")
     config |= {
         "model_type": ARCHITECTURES[architecture],
-        "vocab_size": file.metadata.get(f"{architecture}.vocab_size", _num_embeddings(file)),
+        "vocab_size": file.metadata.get(f"{architecture}.vocab_size", embedding and embedding.shape[0]),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
@@ -233,12 +234,6 @@ def _head_dim(found: ConfigFields, architecture: str) -> int:
     hidden_size = found.count(f"{architecture}.embedding_length", MAX_WIDTH)
     num_heads = found.count(f"{architecture}.attention.head_count", MAX_HEADS)
     return found.count(f"{architecture}.attention.key_length", MAX_WIDTH, default=max(hidden_size // num_heads, 1))
-
-
-def _num_embeddings(file: GGUFFile) -> int | None:
-    """Returns the number of rows of the embedding, or None if there is no embedding."""
-    embedding = file.tensors.get("token_embd.weight")
-    return None if embedding is None else embedding.shape[0]
 
 
 def _rope_scaling(file: GGUFFile, found: ConfigFields, architecture: str) -> dict[str, Any] | None:
@@ -358,10 +353,7 @@ class GGUFFile:
         """
         type_name = self.tensors[name].type_name
         found = rows if type_name in DTYPES else _dequantised(rows, type_name)
-        index = first_not_finite(found)
-        if index is not None:
-            raise CheckpointError(f"{self.path}: {name}{list(index)} = {found[index]}: must be finite")
-        return found
+        return checked_finite(found, f"{self.path}: {name}")
 
 
 def _dequantised(rows: np.ndarray, type_name: str) -> np.ndarray:

@@ -16,12 +16,12 @@ from tokenizers.models import BPE
 
 from faser_backend.engines.checkpoint import (
     GENERIC_CLASS,
-    MAX_TEMPLATE_BYTES,
     TOKENIZER_CONFIG_FILE,
     TOKENIZER_FILE,
     CheckpointError,
     ConfigFields,
 )
+from faser_backend.engines.tokenizer_files import checked_template
 
 KINDS = ("gpt2", "llama")  # byte-level merges; SentencePiece's merges
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is a normal one
@@ -130,7 +130,7 @@ def _read_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
         adds_begin=None if f"{PREFIX}.add_bos_token" not in metadata else fields.flag(f"{PREFIX}.add_bos_token", False),
         adds_end=fields.flag(f"{PREFIX}.add_eos_token", False),
         adds_space_prefix=fields.flag(f"{PREFIX}.add_space_prefix", True),
-        chat_template=_chat_template(fields),
+        chat_template=checked_template(fields, "tokenizer.chat_template", "text"),
     )
 
 
@@ -181,16 +181,6 @@ def _merges(fields: ConfigFields) -> list[tuple[str, str]] | None:
             raise fields.error(f"{key}[{index}]", text, "must be two tokens with a space between")
         merges.append((left, right))
     return merges
-
-
-def _chat_template(fields: ConfigFields) -> str | None:
-    key = "tokenizer.chat_template"
-    template = fields.values.get(key)
-    if template is not None and not isinstance(template, str):
-        raise fields.error(key, template, "must be text")
-    if template is not None and len(template.encode()) > MAX_TEMPLATE_BYTES:
-        raise fields.error(key, template, f"must fit {MAX_TEMPLATE_BYTES} bytes")
-    return template
 
 
 def _list(fields: ConfigFields, key: str, kind: type) -> list[Any] | None:

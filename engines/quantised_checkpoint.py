@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from faser_backend.engines.arrays import first_not_finite, row_blocks
+from faser_backend.engines.arrays import checked_finite, row_blocks
 from faser_backend.engines.checkpoint import QUANTISED_BLOCK, ZERO_POINTS, CheckpointError
 from faser_backend.engines.quantisation import SECTION, WORD_BITS, read_scheme
 from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
@@ -88,10 +88,7 @@ class QuantisedCheckpoint(HuggingFaceCheckpoint):
                 own = np.ix_(grid.rows[first : first + len(part)], grid.columns)
                 np.subtract(part, grid.zeros[own], out=part)
                 np.multiply(part, grid.scales[own], out=part)
-        index = first_not_finite(numbers)
-        if index is not None:
-            raise self._error(f"{name}{list(index)}", f"= {numbers[index]}: must be finite")
-        return numbers
+        return checked_finite(numbers, f"{self.origin}: {name}")
 
     def stored_type(self, name: str) -> str:
         """Returns a type of blocks, BF16 for FP8 numbers that it holds, or words for what a build has to round."""

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from faser_backend.engines.arrays import BFLOAT16, first_not_finite
+from faser_backend.engines.arrays import BFLOAT16, checked_finite
 from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields, read_json
 from faser_backend.files import FileError, check_regular
 
@@ -125,12 +125,8 @@ class SafetensorsFile:
 
         Raises CheckpointError if a number of that part is not finite.
         """
-        tensor = self.map(name, *DTYPES)[part]
-        index = first_not_finite(tensor)
-        if index is not None:
-            where = f" of part {part}" if part != () else ""
-            raise CheckpointError(f"{self.path}: {name}{list(index)}{where} = {tensor[index]}: must be finite")
-        return tensor
+        where = f" of part {part}" if part != () else ""
+        return checked_finite(self.map(name, *DTYPES)[part], f"{self.path}: {name}", where)
 
     def stored_dtype(self, name: str) -> str:
         """Returns the format as safetensors spells it, whatever it is."""

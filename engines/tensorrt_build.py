@@ -125,7 +125,9 @@ class TensorRtCompiler:
         for segment in model.segments:
             path = directory / Path(segment.file.name).with_suffix(".engine").name
             used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
-            self._begin(f"{path.stem}: compile {what_is_in(segment)}")
+            layers = f"layers {segment.first_layer} to {segment.last_layer}"
+            is_join = segment.first_layer == segment.last_layer
+            self._begin(f"{path.stem}: compile {'the join of hidden states' if is_join else layers}")
             self.compile_segment(onnx_dir / segment.file.name, segment, used, path)
             segments.append(replace(segment, file=FileSpec.of(path), buckets=used))
         return ModelEngine(model.spec, None, tuple(segments))
@@ -189,13 +191,6 @@ class TensorRtCompiler:
             streams = self._options.split_streams[bucket.split]
             profile.profile_stream = streams.draft if segment.file.name.startswith("draft.") else streams.target
         return profile
-
-
-def what_is_in(segment: SegmentSpec) -> str:
-    """Returns a description for progress lines."""
-    if segment.first_layer == segment.last_layer:
-        return "the join of hidden states"
-    return f"layers {segment.first_layer} to {segment.last_layer}"
 
 
 def parse_network(tensorrt: TensorRt, builder: Any, log: ErrorLog, onnx_path: Path) -> Any:

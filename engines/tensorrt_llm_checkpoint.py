@@ -151,6 +151,8 @@ class TensorRTLLMCheckpoint(Checkpoint):
 
     def _from(self, name: str, files: tuple[SafetensorsFile, ...], first_layer: int) -> Iterator[tuple[str, _Merged]]:
         """Yields Hugging Face's tensors that are made from a tensor of the ranks."""
+        match = LAYER.fullmatch(name)
+        prefix, suffix = (f"model.layers.{first_layer + int(match[1])}.", match[2]) if match else ("", "")
         if name == EMBEDDING:
             axis = self._ranks.embedding_axis
             merged = _Merged(files if axis is not None else files[:1], name, axis or 0, vocab_size=self._vocab_size)
@@ -159,18 +161,13 @@ class TensorRTLLMCheckpoint(Checkpoint):
             is_head = name == "lm_head.weight"
             vocab_size = self._vocab_size if is_head else None
             yield OUTSIDE[name], _Merged(files if is_head else files[:1], name, vocab_size=vocab_size)
-        elif match := LAYER.fullmatch(name):
-            prefix, suffix = f"model.layers.{first_layer + int(match[1])}.", match[2]
-            is_stacked = suffix in ("mlp.fc.weight", "mlp.proj.weight") and len(files[0].shape(name)) == 3
-            if suffix in ("attention.qkv.weight", "attention.qkv.bias"):
-                yield from self._projections(prefix, suffix.rpartition(".")[2], name, files)
-            elif is_stacked:
-                yield from _experts(prefix, suffix, name, files)
-            elif suffix in LAYER_NAMES:
-                ours, axis = LAYER_NAMES[suffix]
-                yield prefix + ours, _Merged(files if axis is not None else files[:1], name, axis or 0)
-            else:
-                raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a supported model")
+        elif suffix in ("attention.qkv.weight", "attention.qkv.bias"):
+            yield from self._projections(prefix, suffix.rpartition(".")[2], name, files)
+        elif suffix in ("mlp.fc.weight", "mlp.proj.weight") and len(files[0].shape(name)) == 3:
+            yield from _experts(prefix, suffix, name, files)
+        elif suffix in LAYER_NAMES:
+            ours, axis = LAYER_NAMES[suffix]
+            yield prefix + ours, _Merged(files if axis is not None else files[:1], name, axis or 0)
         else:
             raise CheckpointError(f"{files[0].path}: tensor {name} belongs to no part of a supported model")
 

@@ -128,11 +128,17 @@ def _chat_template(fields: ConfigFields) -> str | None:
         named = {entry["name"]: entry.get("template") for entry in value}
         if not isinstance(named.get("default"), str):
             raise fields.error("chat_template", list(named), "must have the text of a 'default'")
-        value = named["default"]
+        fields = ConfigFields({"chat_template": named["default"]}, fields.where)
+    return checked_template(fields, "chat_template", "text or a list of named texts")
+
+
+def checked_template(fields: ConfigFields, name: str, wanted: str) -> str | None:
+    """Returns the text of a field, or None if it is absent."""
+    value = fields.values.get(name)
     if value is not None and not isinstance(value, str):
-        raise fields.error("chat_template", value, "must be text or a list of named texts")
+        raise fields.error(name, value, f"must be {wanted}")
     if value is not None and len(value.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
-        raise fields.error("chat_template", value, f"must fit {MAX_TEMPLATE_BYTES} bytes")
+        raise fields.error(name, value, f"must fit {MAX_TEMPLATE_BYTES} bytes")
     return value
 
 

@@ -5,6 +5,7 @@ The tables are the one place to tune; nothing is tuned at run time. This module 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # The shared memory limit of one program, in bytes, by compute capability.
@@ -21,6 +22,20 @@ class LaunchConfig(NamedTuple):
     block_c: int  # rows of the chunk per iteration
     num_warps: int
     num_stages: int
+
+    def constants(self, *, num_kv_heads: int, group: int, head_dim: int, kv_block_size: int) -> dict[str, int | float]:
+        """Returns the constants of an attention kernel."""
+        return {
+            "NUM_KV_HEADS": num_kv_heads,
+            "HEAD_DIM": head_dim,
+            "GROUP": group,
+            "KV_BLOCK_SIZE": kv_block_size,
+            "SCALE_LOG2": head_dim**-0.5 * math.log2(math.e),
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_C": self.block_c,
+            "BLOCK_D": padded_head_dim(head_dim),
+        }
 
 
 ANY = 1 << 30

@@ -10,19 +10,15 @@ computation in plain torch, `attention_config` the sizes of tiles.
 
 from __future__ import annotations
 
-import math
-
 import torch
 import triton
 import triton.language as tl
 
 from faser_backend.plugins import reference
-from faser_backend.plugins.attention_config import launch_config, num_tiles, padded_head_dim
+from faser_backend.plugins.attention_config import launch_config, num_tiles
 from faser_backend.plugins.attention_tiles import attend_chunk, attend_context, write_rows
 from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from faser_backend.plugins.split_combine import combine_splits, empty_parts
-
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -225,15 +221,7 @@ def pruned_chunk_attention(
         out if num_splits == 1 else None,
         mixed_parts,
         stat_parts,
-        HEAD_DIM=head_dim,
-        GROUP=group,
-        KV_BLOCK_SIZE=kv_block_size,
-        SCALE_LOG2=head_dim**-0.5 * LOG2_E,
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        BLOCK_C=config.block_c,
-        BLOCK_D=padded_head_dim(head_dim),
-        NUM_KV_HEADS=num_kv_heads,
+        **config.constants(num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, kv_block_size=kv_block_size),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -12,7 +12,7 @@ from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any
 
-from faser_backend.plugins.compile import Compiled
+from faser_backend.plugins.compile import WARP_SIZE, Compiled
 from faser_backend.plugins.tensorrt_contract import (
     ATTEND_OP,
     ATTENTION_INPUTS,
@@ -30,7 +30,6 @@ from faser_backend.plugins.tensorrt_contract import (
 )
 from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combine
 
-WARP_SIZE = 32
 # The limit that needs no permission; TensorRT does not document that it raises it for a plugin's kernel.
 MAX_SHARED_BYTES = 48 * 1024
 

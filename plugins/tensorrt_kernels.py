@@ -7,7 +7,6 @@ checks: TensorRT times a layer on arbitrary contents.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import triton
@@ -75,17 +74,8 @@ def combine_parts_kernel(
 
 def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
     """Returns the constants of the first kernel."""
-    return {
-        "NUM_KV_HEADS": geometry.num_kv_heads,
-        "HEAD_DIM": geometry.head_dim,
-        "GROUP": geometry.group,
-        "KV_BLOCK_SIZE": geometry.kv_block_size,
-        "SCALE_LOG2": geometry.head_dim**-0.5 * math.log2(math.e),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_C": config.block_c,
-        "BLOCK_D": padded_head_dim(geometry.head_dim),
-    }
+    names = ("num_kv_heads", "group", "head_dim", "kv_block_size")
+    return config.constants(**{name: getattr(geometry, name) for name in names})
 
 
 def combine_constants(geometry: Geometry) -> dict[str, int]:

@@ -125,7 +125,7 @@ def useful_splits(
         return [], NO_DRAFT
     if draft.spec.reads_target:
         return [], DRAFTS_IN_TURN
-    if not menu.can_split:
+    if not menu.splits:
         return [], f"none ({menu.note})"
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"

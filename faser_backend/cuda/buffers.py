@@ -25,13 +25,6 @@ TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 FEATURES = "features"  # the target's hidden states that a draft head reads, in the target's pool
 FEATURE_ROWS = "aux_hidden"  # one layer's rows of them, an input or output of a compiled engine
 COLUMNS = "columns"  # an integer input that is the same in every call
-TENSOR_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "int32": torch.int32,
-    "int64": torch.int64,
-}
 
 
 def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
@@ -71,7 +64,7 @@ class InputBlock:
             num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
         self.block = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         for name, span, dtype, shape in self._spans:
-            self.tensors[name] = self.block[span].view(TENSOR_DTYPES[dtype.name]).view(shape)
+            self.tensors[name] = self.block[span].view(getattr(torch, dtype.name)).view(shape)
 
     def fill_idle(self) -> None:
         """Fills the inputs on the device with padding rows, which belong to no sequence and write nothing."""
@@ -207,7 +200,7 @@ def call_tensors(
     tensors = dict(inputs.tensors)
     for tensor in (*segment.inputs, *segment.outputs):
         name, _, layer = tensor.name.partition(".")
-        dtype = TENSOR_DTYPES[tensor.dtype]
+        dtype = getattr(torch, tensor.dtype)
         if name in {"k_pool", "k_pool_out"}:
             tensors[tensor.name] = pool.keys(int(layer))
         elif name in {"v_pool", "v_pool_out"}:

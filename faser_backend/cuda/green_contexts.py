@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 from faser_backend.core.errors import FaserError
+from faser_backend.device.partition import draft_sizes
 
 SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
 DEFAULT_STREAM_FLAG = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required by drivers for CUDA 12 and 13.0
@@ -87,7 +88,7 @@ class GreenSplits:
         if len(groups) == 1:  # the draft gets the rest
             return [(self._open_share([rest], stack), self._open_share(groups, stack))]
         splits = []
-        for num_draft in draft_groups(len(groups)):
+        for num_draft in draft_sizes(len(groups)):
             draft = self._open_share(groups[:num_draft], stack)
             splits.append((draft, self._open_target(groups[num_draft:], rest, stack)))
         return splits
@@ -129,11 +130,6 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
     if int(status) != 0:
         raise DriverError(f"{name}: {getattr(status, 'name', status)}")
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def draft_groups(num_groups: int) -> list[int]:
-    """Returns the draft's number of groups in each split: 1, 2, 4, ..., at most half."""
-    return [1 << power for power in range(num_groups.bit_length()) if 2 << power <= num_groups]
 
 
 def sm_kind(driver: Any) -> Any:

@@ -90,13 +90,14 @@ def plan_memory(
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
     nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, each used by a lane and the stepping thread
+    sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
     lines = (
         PlanLine("weights", unloaded_bytes),
         PlanLine("logits", sum(MAX_GRAPH_ROWS * spec.vocab_size * 4 for spec in specs)),
         PlanLine("inputs of captured calls", inputs),
         PlanLine("temporaries of captured calls", activations),
         PlanLine("temporaries of larger prompt chunks", chunks),
-        PlanLine("scores, and top-k and top-p of some rows at once", sampler_bytes(vocab, len(models))),
+        PlanLine("scores, and top-k and top-p of some rows at once", len(models) * sampler_bytes),
         PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
         PlanLine("cuBLAS workspaces (allowance)", num_streams * WORKSPACE_BYTES),
     )
@@ -128,11 +129,6 @@ def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[i
         per_row = len(target.feature_layers) * target.hidden_size + 4 * head.hidden_size
         found[-1] += num_rows * per_row * size + min(num_rows, MAX_GRAPH_ROWS) * head.vocab_size * 4
     return found
-
-
-def sampler_bytes(vocab_size: int, num_lanes: int) -> int:
-    """Returns the bytes of scores of the most rows and of filters' sorts, for num_lanes concurrent samplers."""
-    return num_lanes * vocab_size * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)
 
 
 def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:

@@ -7,7 +7,7 @@ ran there could be scheduled on the other's cores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from faser_backend.core.errors import ConfigError
@@ -42,21 +42,13 @@ class ThreadLanes:
         """See core.ports.Lanes. Waits for both even if one fails; the target's error takes precedence."""
         verifying = self._target.submit(verify)  # first, because it usually takes longer
         proposing = self._draft.submit(propose)
-        _raise_first_error(verifying, proposing)
+        proposing.exception()  # waits for it, whatever the target does
         return verifying.result(), proposing.result()
 
     def close(self) -> None:
         """Waits for running work and ends both threads. May be called again."""
         self._target.shutdown()
         self._draft.shutdown()
-
-
-def _raise_first_error(*futures: Future) -> None:
-    """Waits for all futures, then raises the first error."""
-    errors = [future.exception() for future in futures]
-    for error in errors:
-        if error is not None:
-            raise error
 
 
 def _bound_executor(partition: ComputePartition) -> ThreadPoolExecutor:

@@ -56,10 +56,6 @@ class PartitionMenu(Generic[Share]):
     splits: tuple[tuple[Share, Share], ...]  # (draft, target), smallest draft share first
     note: str
 
-    @property
-    def can_split(self) -> bool:
-        return bool(self.splits)
-
 
 def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu[CorePartition]:
     """Returns the menu over `cores`, by default those that this process may use.
@@ -73,11 +69,18 @@ def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu[CoreP
     whole = CorePartition("whole", cores)
     if len(cores) == 1:
         return PartitionMenu(whole, (), "1 core: draft and target run in turn, nothing can overlap")
-    sizes = [1 << n for n in range(len(cores).bit_length()) if 2 << n <= len(cores)]
-    splits = tuple((CorePartition("draft", cores[:size]), CorePartition("target", cores[size:])) for size in sizes)
+    splits = tuple(
+        (CorePartition("draft", cores[:size]), CorePartition("target", cores[size:]))
+        for size in draft_sizes(len(cores))
+    )
     return PartitionMenu(
         whole, splits, f"{len(cores)} cores: in turn on all, or split {', '.join(split_name(*s) for s in splits)}"
     )
+
+
+def draft_sizes(count: int) -> list[int]:
+    """Returns the draft's part of `count` in each split: 1, 2, 4, ..., at most half."""
+    return [1 << power for power in range(count.bit_length()) if 2 << power <= count]
 
 
 def split_name(draft: ComputePartition, target: ComputePartition) -> str:

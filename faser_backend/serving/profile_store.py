@@ -20,7 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.files import FileError, read_json
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.policy.calibration import MarginCounts
-from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.default_costs import ModelSize, default_cost_model
@@ -153,7 +153,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
     differences = profile.fingerprint.differences(Fingerprint.here(manifest))
     if differences:
         raise ConfigError(f"{path}: measured with {'; '.join(differences)}; {mend}")
-    for name, model in _models(manifest).items():
+    for name, model in manifest.models.items():
         for (model_name, partition), costs in profile.costs.items():
             if model_name == name and len(costs) != len(model.segments):
                 raise ConfigError(
@@ -171,7 +171,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
     if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a broken link is an error
-        sizes = map(_size_of, _models(manifest).values())
+        sizes = map(_size_of, manifest.models.values())
         return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
     profile = load_profile(engine_dir, manifest)
     calibration = profile.calibration
@@ -194,10 +194,6 @@ def key_columns(manifest: EngineManifest) -> np.ndarray:
     max_context = ModelPair(manifest.target, manifest.draft).max_context
     columns = (key_columns_of(manifest.runtime, n, manifest.kv_block_size) for n in range(max_context + 1))
     return np.fromiter(columns, np.float64)
-
-
-def _models(manifest: EngineManifest) -> dict[str, ModelEngine]:
-    return dict(zip((TARGET, DRAFT), ModelPair(manifest.target, manifest.draft).present, strict=False))
 
 
 def _size_of(model: ModelEngine) -> ModelSize:

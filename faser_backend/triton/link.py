@@ -158,9 +158,7 @@ class LinkServer:
         self._loop = loop
         self._handshake = handshake
         self._path = path
-        self._served: list[tuple[Subscription, threading.Thread]] = []
-        self._lock = threading.Lock()
-        self._num_frontends = 0
+        self._served: list[tuple[Subscription, threading.Thread, threading.Thread]] = []  # with reader and writer
         remove_stale_sockets(path.parent)
         fresh = path.with_suffix(".new")
         fresh.unlink(missing_ok=True)
@@ -179,12 +177,10 @@ class LinkServer:
     def wait_for_disconnects(self, timeout_s: float) -> None:
         """Waits until every frontend has its last answer and has disconnected, to use the new engine."""
         deadline_s = time.monotonic() + timeout_s
-        while self._num_frontends and time.monotonic() < deadline_s:
+        while (num_left := self._num_frontends()) and time.monotonic() < deadline_s:
             time.sleep(DISCONNECT_POLL_S)
-        if self._num_frontends:
-            _log.warning(
-                "disconnecting %d frontends that still wait for answers after %.0f s", self._num_frontends, timeout_s
-            )
+        if num_left:
+            _log.warning("disconnecting %d frontends that still wait for answers after %.0f s", num_left, timeout_s)
 
     def close(self) -> None:
         """Accepts no more frontends, and ends each connection after its pending outputs."""
@@ -193,7 +189,7 @@ class LinkServer:
         self._listener.close()
         if not self.is_superseded:
             self._path.unlink(missing_ok=True)
-        for subscription, writer in self._served:
+        for subscription, _, writer in self._served:
             subscription.close()
             writer.join(CLOSE_S)
 
@@ -209,14 +205,12 @@ class LinkServer:
                 threading.Thread(target=target, args=(frames, subscription), name="link", daemon=True)
                 for target in (self._read, self._write)
             )
-            self._served.append((subscription, writer))
-            self._count_frontends(1)
             reader.start()
             writer.start()
+            self._served.append((subscription, reader, writer))
 
-    def _count_frontends(self, change: int) -> None:
-        with self._lock:
-            self._num_frontends += change
+    def _num_frontends(self) -> int:
+        return sum(reader.is_alive() for _, reader, _ in self._served)
 
     def _read(self, frames: FrameSocket, subscription: Subscription) -> None:
         try:
@@ -230,20 +224,17 @@ class LinkServer:
         except OSError:
             pass
         frames.close()
-        self._count_frontends(-1)
         subscription.close()  # its requests free their KV blocks
 
     def _execute(self, subscription: Subscription, command: Command) -> None:
-        if command.verb == "submit":
-            if command.request is None:
-                raise PackingError("Command.request = None: submit needs a request")
-            self._submit(subscription, command.request, command.id)
-        else:
+        request = command.request
+        if command.verb != "submit":
             getattr(subscription, command.verb)(command.id)  # unpack has checked that it is one of three names
-
-    def _submit(self, subscription: Subscription, request: Request, client_id: str) -> None:
+            return
+        if request is None:
+            raise PackingError("Command.request = None: submit needs a request")
         try:
-            subscription.submit(request, client_id)
+            subscription.submit(request, command.id)
         except FaserError as error:
             refusal = EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error.failure)
             subscription.outputs.put([refusal])

@@ -184,13 +184,13 @@ class TestUsefulSplits:
 
 def test_one_core_has_one_partition_and_says_so() -> None:
     menu = core_partitions((3,))
-    assert menu.whole.cores == (3,) and not menu.can_split and "1 core" in menu.note
+    assert menu.whole.cores == (3,) and not menu.splits and "1 core" in menu.note
 
 
 @given(num_cores=st.integers(2, 300))
 def test_splits_are_disjoint_and_use_every_core(num_cores: int) -> None:
     menu = core_partitions(tuple(range(num_cores)))
-    assert menu.can_split
+    assert menu.splits
     for draft, target in menu.splits:
         assert sorted(draft.cores + target.cores) == list(range(num_cores))
         assert 1 <= draft.size <= target.size

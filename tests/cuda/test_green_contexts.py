@@ -15,7 +15,6 @@ from faser_backend.cuda.green_contexts import (
     DriverError,
     GreenSplits,
     call_driver,
-    draft_groups,
     sm_kind,
 )
 from faser_backend.cuda.streams import SmMenu, open_menu
@@ -155,13 +154,6 @@ def test_functions_that_are_missing_are_named() -> None:
         call_driver(Old(), "cuGreenCtxCreate", 0)
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "expected"), [(2, [1]), (3, [1]), (4, [1, 2]), (16, [1, 2, 4, 8]), (17, [1, 2, 4, 8])]
-)
-def test_the_draft_gets_half_the_groups_at_most(num_groups: int, expected: list[int]) -> None:
-    assert draft_groups(num_groups) == expected
-
-
 class TestChoice:
     def test_green_contexts_come_first(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
@@ -186,7 +178,7 @@ class TestChoice:
 
     def test_without_priorities_every_step_is_serial(self) -> None:
         menu = open_faked(FakeDriver(version=12000), priorities=(0, 0))
-        assert menu.choice.kind == "serial" and not menu.menu.can_split
+        assert menu.choice.kind == "serial" and not menu.menu.splits
         assert "CUDA driver 12000" in menu.menu.note and "priorities" in menu.menu.note
 
     def test_without_cuda_python_the_reason_is_its_absence(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 import pytest
@@ -40,17 +39,7 @@ def compile_attention(
     signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"), "*i32")
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     signature |= dict.fromkeys(("num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"), "i32")
-    constants = {
-        "NUM_KV_HEADS": 8,
-        "HEAD_DIM": head_dim,
-        "GROUP": group,
-        "KV_BLOCK_SIZE": 16,
-        "SCALE_LOG2": head_dim**-0.5 * math.log2(math.e),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_C": config.block_c,
-        "BLOCK_D": padded_head_dim(head_dim),
-    }
+    constants = config.constants(num_kv_heads=8, group=group, head_dim=head_dim, kv_block_size=16)
     results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
     constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
     return compile_kernel(

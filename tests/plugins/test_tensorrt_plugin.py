@@ -42,8 +42,6 @@ FLOATS, INTS = ["BF16"] * 5, ["INT32"] * 4
 def test_attributes_go_round_and_are_checked() -> None:
     assert Geometry.from_fields(GEOMETRY.as_fields()) == GEOMETRY
     assert tuple(GEOMETRY.as_fields()) == GEOMETRY_FIELDS
-    with pytest.raises(ValueError, match="attributes max_rows, pages: missing or unknown"):
-        Geometry.from_fields({**{k: v for k, v in GEOMETRY.as_fields().items() if k != "max_rows"}, "pages": 1})
     with pytest.raises(ValueError, match=r"\.num_heads = 8: must be a multiple of 3 KV heads"):
         Geometry.from_fields({**GEOMETRY.as_fields(), "num_kv_heads": 3})
     with pytest.raises(ValueError, match=r"\.head_dim = 0: must be an integer of at least 1"):
