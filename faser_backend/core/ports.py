@@ -6,6 +6,7 @@ one call, R rows with logits, V vocabulary, C candidates.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -168,6 +169,15 @@ class DraftLoop(Protocol):
         past a sequence's own length have no meaning.
         """
         ...
+
+
+Behind = deque[Callable[[], None]]  # work of the host that waits until the device is busy with a step's calls
+
+
+def run_behind(behind: Behind | None) -> None:
+    """Runs and removes all of it, on any thread."""
+    while behind:
+        behind.popleft()()
 
 
 class Clock(Protocol):

@@ -12,7 +12,7 @@ from threadpoolctl import threadpool_limits
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import TWO_PARTS, ModelSpec
-from faser_backend.core.ports import DraftLoop, Sampler
+from faser_backend.core.ports import Behind, DraftLoop, Sampler
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cpu.weights import useful_threads
@@ -48,6 +48,7 @@ class LlvmRuntime:
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
         self.graph_counts = GraphCounts()
+        self.behind: Behind | None = None
         self._engine_dir, self._models = engine_dir, models
         self._kv_cache_dtype, self._num_threads, self._compute = kv_cache_dtype, num_threads, compute
         splits, self.splits_note = useful_splits(self.menu, models, num_threads)

@@ -90,7 +90,7 @@ class TorchDraftLoop:
         num_columns = -(-num_tokens // self._runner.pool.kv_block_size)
         # The first draw follows the rows that the draft had not seen.
         drawn = chain.run(*self._runner.run_unseen(rows), plan, rows.block_tables[:, :num_columns], num_steps)
-        packed = to_host(drawn)[0][:, : slots.size]  # [K, A, 1 + C]
+        packed = to_host(drawn, behind=self._sampler.behind)[0][:, : slots.size]  # [K, A, 1 + C]
         return _unpacked(packed, num_candidates)
 
 

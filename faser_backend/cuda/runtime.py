@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
-from faser_backend.core.ports import DraftLoop, Sampler
+from faser_backend.core.ports import Behind, DraftLoop, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.identity import load_driver
@@ -78,6 +79,7 @@ class CudaRuntime:
         self._shares = shares
         self._make_capturer = make_capturer
         self.graph_counts = GraphCounts()
+        self.behind: Behind | None = deque()
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
         splits, self.splits_note = self.menu.splits, self.menu.note
         if models.draft is None:
@@ -153,7 +155,7 @@ class CudaRuntime:
         return ThreadLanes(draft, target)
 
     def open_sampler(self, vocab_size: int, max_num_seqs: int) -> TorchSampler:
-        return TorchSampler(vocab_size, max_num_seqs, self.device)
+        return TorchSampler(vocab_size, max_num_seqs, self.device, self.behind)
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         assert isinstance(sampler, TorchSampler) and isinstance(runner, CudaRunner)

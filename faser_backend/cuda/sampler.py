@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from faser_backend.core.batch import SamplingRows
-from faser_backend.core.ports import NO_TOKEN, DraftTokens
+from faser_backend.core.ports import NO_TOKEN, Behind, DraftTokens
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cuda.choice import (
     HostDraws,
@@ -34,9 +34,10 @@ class TorchSampler(NumpySampler):
     threads are NumpySampler's.
     """
 
-    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_num_seqs: int, device: torch.device, behind: Behind | None = None) -> None:
+        """behind: see to_host."""
         super().__init__(vocab_size, max_num_seqs)
-        self.device = device
+        self.device, self.behind = device, behind
         self.noise = TorchNoise(vocab_size, device)
 
     def sample(self, logits: torch.Tensor, rows: SamplingRows) -> np.ndarray:
@@ -100,7 +101,7 @@ class TorchSampler(NumpySampler):
         wanted = [packed]
         if ruled.size:
             wanted.append(logits.index_select(0, to_device(ruled, self.device)))
-        copies = to_host(*wanted)
+        copies = to_host(*wanted, behind=self.behind)
         return unpacked_draws(copies[0]), ruled, copies[-1]
 
 

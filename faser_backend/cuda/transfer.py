@@ -11,6 +11,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from faser_backend.core.ports import Behind, run_behind
+
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Returns a copy of the array on the device; on a GPU the copy is queued, not waited for."""
@@ -32,8 +34,11 @@ def upload(block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
     block.copy_(area, non_blocking=True)
 
 
-def to_host(*tensors: torch.Tensor) -> list[np.ndarray]:
-    """Copies tensors of one device to the host, after one wait for all work of the current stream."""
+def to_host(*tensors: torch.Tensor, behind: Behind | None = None) -> list[np.ndarray]:
+    """Copies tensors of one device to the host, after one wait for all work of the current stream.
+
+    behind: what the host does first, while the device works.
+    """
     is_cuda = tensors[0].is_cuda
     copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
     for copy, tensor in zip(copies, tensors, strict=True):
@@ -41,8 +46,10 @@ def to_host(*tensors: torch.Tensor) -> list[np.ndarray]:
     if is_cuda:
         done = torch.cuda.Event()
         done.record()
+        run_behind(behind)
         done.synchronize()  # without the interpreter lock, so that the other lane goes on
         # Freeing pinned memory records events on the streams that used it. So no result keeps it: it could outlive the
         # stream of a share.
         return [copy.numpy().copy() for copy in copies]
+    run_behind(behind)
     return [copy.numpy() for copy in copies]

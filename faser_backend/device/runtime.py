@@ -14,7 +14,7 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
-from faser_backend.core.ports import DraftLoop, Lanes, ModelRunner, Sampler
+from faser_backend.core.ports import Behind, DraftLoop, Lanes, ModelRunner, Sampler
 from faser_backend.device.partition import PartitionMenu, Share
 from faser_backend.manifest import ModelEngine
 
@@ -85,6 +85,7 @@ class Runtime(Closable, Protocol[Share, Pool]):
     splits: tuple[tuple[Share, Share], ...]  # the menu's splits worth opening for these models, best guess first
     splits_note: str  # how many of the menu's splits, and why
     graph_counts: GraphCounts  # of everything that it opened
+    behind: Behind | None  # run while the device works; None: calls return when they have ended
     needs_warm_up: bool  # first calls are far slower than later ones: kernels are compiled, graphs captured
 
     def free_bytes(self) -> int:

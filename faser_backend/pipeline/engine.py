@@ -18,7 +18,7 @@ from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.ports import Clock, Partition, Sampler
+from faser_backend.core.ports import Behind, Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
@@ -51,6 +51,7 @@ class Ports:
     close: Callable[[], None] = lambda: None  # called when the engine closes
     is_fatal: Callable[[BaseException], bool] = lambda error: False  # whether no further step can succeed after it
     graph_counts: GraphCounts = field(default_factory=GraphCounts)  # of the device
+    behind: Behind | None = None  # see device/runtime.py
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ class Engine:
 
     def __init__(self, step_runner: StepRunner, ports: Ports, *, max_queue_size: int) -> None:
         self.limits = ports.limits
-        self.bind_thread = ports.bind_thread
+        self.bind_thread, self.behind = ports.bind_thread, ports.behind
         self.step_runner = step_runner  # public: observers of steps and other policies are set here
         self._scheduler = step_runner.scheduler
         self._ports = ports

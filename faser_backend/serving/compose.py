@@ -149,6 +149,7 @@ def assemble_on(
         close=close,
         is_fatal=runtime.is_fatal,
         graph_counts=runtime.graph_counts,
+        behind=runtime.behind,
     )
     return assemble(ports, policy, config)
 

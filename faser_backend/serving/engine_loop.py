@@ -12,10 +12,12 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from queue import SimpleQueue
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError
 from faser_backend.core.grammar import Grammar
+from faser_backend.core.ports import run_behind
 from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
 from faser_backend.pipeline.engine import Engine, EngineMetrics
 from faser_backend.text.guides import GuideCompiler
@@ -217,16 +219,22 @@ class EngineLoop:
             except Exception as error:
                 # Engine.step fails single requests itself, so this error has broken the engine.
                 _log.exception("the engine stopped")
+                run_behind(self.engine.behind)
                 self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                 self._fail_all(self._failure)
                 self._on_stopped()
                 return
-            if outputs:
+            run_behind(self.engine.behind)  # if the step did not wait for the device
+            if outputs and self.engine.behind is not None and self.engine.has_work:
+                # Sent once the next call is queued: the device does not wait for it, nor for threads that it wakes.
+                self.engine.behind.append(partial(self._dispatch, outputs))
+            elif outputs:
                 self._dispatch(outputs)
             now_s = time.monotonic()
             if now_s >= next_metrics_s:
                 next_metrics_s = now_s + self._metrics_period_s
                 _notify(self._on_metrics, replace(self.engine.metrics()))
+        run_behind(self.engine.behind)
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
         batches: dict[Subscription, list[EngineOutput]] = {}

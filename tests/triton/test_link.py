@@ -6,14 +6,18 @@ import math
 import pickle
 import socket
 import struct
+import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import msgpack
 import numpy as np
 import pytest
 
+from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import (
     ConfigError,
     ErrorCode,
@@ -23,7 +27,9 @@ from faser_backend.core.errors import (
     QueueFullError,
     RequestError,
 )
+from faser_backend.core.ports import Behind, run_behind
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request, RequestStats, Sampling
+from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.places import DEMO_PAIR
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.serving.served_model import ServedModel
@@ -40,7 +46,7 @@ from faser_backend.triton.link import (
     pack,
     unpack,
 )
-from tests.support.harness import CONTEXT, VOCAB, drive, fake_engine, request
+from tests.support.harness import CONTEXT, VOCAB, drive, fake_engine, open_fake, request
 
 TOKENIZER = TextTokenizer.from_file(DEMO_PAIR / "target" / "tokenizer.json", PromptFormat("{{ a }}", {"b": "<b>"}))
 MODEL = ServedModel("m", TOKENIZER, Limits(VOCAB, CONTEXT), (1, 2), 16, 1000)
@@ -147,6 +153,31 @@ def path(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "engine.sock"
     server.close()
     loop.close()
+
+
+def test_tokens_are_sent_while_the_device_is_busy_with_the_next_call():
+    behind: Behind = deque()
+    fake, events, ended = open_fake("none", behind=behind), list[str](), threading.Event()
+    sampler = cast(NumpySampler, fake.step_runner.sampler)
+    sample = sampler.sample
+
+    def waits(logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
+        events.append("queued")
+        run_behind(behind)
+        events.append("waited")
+        return sample(logits, rows)
+
+    def deliver(outputs: list[EngineOutput] | None) -> None:
+        events.extend("sent" for output in outputs or [] if output.token_ids)
+        if outputs and outputs[-1].is_final:
+            ended.set()
+
+    sampler.sample = waits  # type: ignore[method-assign]
+    loop = EngineLoop(fake.engine)
+    loop.subscribe(deliver).submit(request("r", [1, 2, 3], 3), "")
+    assert ended.wait(10)
+    loop.close()
+    assert events == ["queued", "waited", *2 * ["queued", "sent", "waited"], "sent"]
 
 
 def test_requests_over_the_link_get_the_tokens_that_they_get_without_it(path: Path):
