@@ -144,6 +144,8 @@ class World:
             max_prefill_tokens=20 if self.has_clients else 200,
             **self.drafter,
         )
+        if self.change(Decision([3])).pruner is not None:  # calls that read prompts too take no exits
+            fake.targets[0].max_mixed_rows = 0
         seen: Counter[str] = Counter()
 
         def note(record: StepRecord) -> None:

@@ -28,12 +28,11 @@ MAX_LOGIT_ROWS = 64  # of a call: 32 MB of logits at 128k tokens, and enough row
 def joins_verification(plan: StepPlan, target: ModelRunner) -> bool:
     """Returns whether the verification's call also reads the step's prompts, so that weights are read once.
 
-    Not in overlapped steps, whose target runs on a share of the device beside the draft; not where a pruner may take
-    rows out between segments, as it decides about verified rows only; not if a prompt's logits are wanted, whose memory
-    is bounded by calls of their own; and not if the runtime has no shape for so many rows.
+    Not in overlapped steps, whose target runs on a share of the device beside the draft; not if a prompt's logits are
+    wanted, whose memory is bounded by calls of their own; and not if the runtime has no shape for so many rows.
     """
-    decision, chunks = plan.decision, plan.prefills
-    if not plan.decodes or not chunks or plan.drafts or decision.partition != WHOLE or decision.pruner is not None:
+    chunks = plan.prefills
+    if not plan.decodes or not chunks or plan.drafts or plan.decision.partition != WHOLE:
         return False
     if any(chunk.sequence.owes_context_logits for chunk in chunks):
         return False

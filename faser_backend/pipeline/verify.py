@@ -27,11 +27,12 @@ class Verifier:
     def verify(
         self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, pruner: Pruner | None
     ) -> Verification:
-        """Runs the rows of a frontier through the target; the pruner may remove rows between segments."""
-        rows = verify_rows(batch, frontier)
+        """Runs the rows of a frontier through the target; the pruner may remove rows between segments, but not in a
+        call that reads prompts too: that saves more."""
+        rows, prompts = verify_rows(batch, frontier), batch.prompts
         self._times.lap("target_rows")
-        if pruner is None or frontier.candidates is None or not pruner.exits & runner.exits:
-            logits = run_model(runner, rows if batch.prompts is None else mixed_rows(rows, batch.prompts))
+        if pruner is None or prompts is not None or frontier.candidates is None or not pruner.exits & runner.exits:
+            logits = run_model(runner, rows if prompts is None else mixed_rows(rows, prompts))
             self._times.lap("target_model")
             return Verification(logits, rows.cu_rows, frontier.num_rows, rows.num_rows * sum(runner.num_layers))
         return self._verify_with_exits(runner, batch, frontier, rows, pruner)
