@@ -75,22 +75,17 @@ class ModelProposer:
             self.times.lap("draft_sample")
 
     def _draft_at_once(self, loop: DraftLoop, chain: Chain, active: np.ndarray, proposal: Proposal) -> None:
-        """Drafts like _draft_in_steps. The device applies no trim rule: chains get their full length and are cut after.
-
-        K/V past a cut is harmless: its blocks were allocated for the full length, draft_len counts the cut chain only,
-        and the next call overwrites the rest.
-        """
+        """Drafts like _draft_in_steps, but no chain ends early: the device asks nobody between its calls. A trim rule
+        decides about the rows alone."""
         rows = self._first_rows(chain, active, chain.batch.block_tables[active])
         self.times.lap("draft_rows")
         lengths = proposal.num_draft_tokens[active]
         tokens, margins, candidates = loop.draft(rows, chain.batch.slots[active], lengths, proposal.num_candidates)
         self.times.lap("draft_model")
-        going, step = np.arange(active.size), 0  # rows of what was drafted
-        while going.size:
+        for step in range(tokens.shape[1]):
+            going = np.flatnonzero(lengths > step)  # rows of what was drafted
             named = None if candidates is None else candidates[going, step]
             chain.add(active[going], step, DraftTokens(tokens[going, step], margins[going, step], named), None)
-            step += 1
-            going = going[chain.wants_more(active[going], step)]
         self.times.lap("draft_sample")
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:

@@ -125,8 +125,9 @@ def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratio
     """Returns the best round over floors and longest chains. Serial rounds draft, then verify; in ping-pong two
     cohorts of `times.size` alternate: one drafts while the other is verified, and nothing is discarded."""
     size = times.size
-    is_any = 1.0 - (1.0 - chains.drafting) ** size  # [F, K], as all that follows: that a draft call is made at all
-    num_active = np.maximum(size * chains.drafting / np.maximum(is_any, 1e-9), 1.0)
+    drafting = chains.drafting[:1] if times.drafts_at_once else chains.drafting  # floor 0: no chain ends early
+    is_any = 1.0 - (1.0 - drafting) ** size  # [F, K], as all that follows: that a draft call is made at all
+    num_active = np.maximum(size * drafting / np.maximum(is_any, 1e-9), 1.0)
     counts = np.arange(size + 1)
     call_us = np.interp(num_active, counts, times.draft_us)
     call_us[1:] += np.interp(num_active[1:], counts, times.trim_us)

@@ -116,9 +116,9 @@ class OverheadCost:
 class CostModel:
     """Predictions for a draft and a target on the partitions that were measured.
 
-    segments: (model, partition) -> cost of each segment in order. key_columns [n]: how many columns of keys
-    the runtime reads for n tokens (it rounds up); longer contexts count as they are. is_padded: attention
-    treats every sequence as having the call's longest context and most rows; else, as paged kernels do, each its own.
+    segments: (model, partition) -> cost of each segment in order. key_columns [n]: how many columns of keys the
+    runtime reads for n tokens (it rounds up); longer contexts count as they are. is_padded: attention treats every
+    sequence as having the call's longest context and most rows. drafts_at_once: by the device; no chain ends early.
     """
 
     segments: Mapping[tuple[str, str], tuple[CallCost, ...]]
@@ -126,6 +126,7 @@ class CostModel:
     key_columns: np.ndarray
     is_measured: bool
     is_padded: bool = True
+    drafts_at_once: bool = False
 
     @property
     def partitions(self) -> tuple[str, ...]:
@@ -207,6 +208,7 @@ class BatchTimes:
         self.verify_us = costs.call_us(TARGET, partition, rows, size, context) + costs.overhead.step(size, rows)
         self.draft_us = draft_us + costs.overhead.draft_call(active)  # [B + 1] of a call for 0..B sequences
         self.trim_us = costs.overhead.trim_call(active)  # [B + 1] that confidence adds to it
+        self.drafts_at_once = costs.drafts_at_once
         self.draft_round_us = float(costs.overhead.draft_round(size))
         self.lanes_us = costs.overhead.lanes_us
         self._log2_rows, self._log2_active = np.log2(rows), np.log2(np.maximum(active, 1))

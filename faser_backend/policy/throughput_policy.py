@@ -190,7 +190,7 @@ class ThroughputPolicy:
             drafting = set(candidates.some_drafting(sequences))
             lengths = [lengths[0] * (index in drafting) for index in range(size)]
         elif score.floor > 0.0:
-            lengths = [longest] * size
+            lengths = lengths if self.costs.drafts_at_once else [longest] * size
             trim = self._rule(cohort, score, offsets)
         found = best_exit(self.costs, self._exits, score, cohort, self._context)
         pruner = EarlyExit((found,), self._acceptance.curves[0], offsets) if found is not None else None

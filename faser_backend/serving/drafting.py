@@ -5,6 +5,7 @@ The choice depends on option `draft` and on the models in the manifest, and is m
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +53,12 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     """
     models = served_models(manifest, config)
     knowledge = load_knowledge(engine_dir, manifest)
-    if models.draft is not None:
-        return knowledge
-    margins = knowledge.margins if manifest.draft is None else {}
-    return Knowledge(with_ngrams(knowledge.costs), margins)
+    if models.draft is None:
+        margins = knowledge.margins if manifest.draft is None else {}
+        return Knowledge(with_ngrams(knowledge.costs), margins)
+    if config.acceptance == "rejection":  # it needs the draft's probabilities: the host draws
+        return replace(knowledge, costs=replace(knowledge.costs, drafts_at_once=False))
+    return knowledge
 
 
 def make_proposer(

@@ -172,7 +172,8 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
     if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a broken link is an error
         sizes = map(_size_of, manifest.models.values())
-        return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest)))
+        at_once = drafts_at_once(manifest)
+        return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest), drafts_at_once=at_once))
     profile = load_profile(engine_dir, manifest)
     calibration = profile.calibration
     return Knowledge(cost_model_of(profile, manifest), calibration.margins, calibration.exits)
@@ -180,13 +181,23 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
 
 def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
     return CostModel(
-        profile.costs, profile.overhead, key_columns(manifest), is_measured=True, is_padded=is_padded(manifest)
+        profile.costs,
+        profile.overhead,
+        key_columns(manifest),
+        is_measured=True,
+        is_padded=is_padded(manifest),
+        drafts_at_once=drafts_at_once(manifest),
     )
 
 
 def is_padded(manifest: EngineManifest) -> bool:
     """Returns whether attention pads all sequences of a call to the longest."""
     return manifest.runtime_spec.is_gathered
+
+
+def drafts_at_once(manifest: EngineManifest) -> bool:
+    """Returns whether the runtime drafts whole chains by itself (core.ports.DraftLoop)."""
+    return not manifest.runtime_spec.is_cpu
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:

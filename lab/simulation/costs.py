@@ -77,7 +77,7 @@ def roofline(machine: Machine, pair: Pair) -> CostModel:
             bandwidth=min(target_bandwidth, 1.0 - taken),
             arithmetic=1.0 - share,
         )
-    return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True, is_padded=False)
+    return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True, is_padded=False, drafts_at_once=True)
 
 
 def with_host(costs: CostModel, draft_call_ms: float, host_step_ms: float | None) -> CostModel:

@@ -138,7 +138,7 @@ def build_sim_engine(
     sampler = SimSampler(outcomes)
 
     def make_proposer(times: PhaseTimes, block_tables: np.ndarray) -> Proposer:
-        model = SimProposer(sampler, times, block_tables, clock, world.costs.overhead)
+        model = SimProposer(sampler, times, block_tables, clock, world.costs)
         if config.draft != "model+ngram":
             return model
         return JointProposer(model, NgramProposer(times, VOCAB_SIZE, keeps_probs=False), config.max_prefill_tokens)

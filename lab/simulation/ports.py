@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import NoReturn
 
@@ -24,7 +25,7 @@ from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
+from faser_backend.policy.cost_model import DRAFT, CostModel
 
 START_NS = 1_000_000_000  # not 0: a time of 0 means "never" in RequestStats
 
@@ -197,18 +198,18 @@ class SimProposer(ModelProposer):
         times: PhaseTimes,
         block_tables: np.ndarray,  # [max_num_seqs, max_blocks], by slot
         clock: SimClock,
-        overhead: OverheadCost,
+        costs: CostModel,
     ) -> None:
         super().__init__(sampler, times, block_tables, keeps_probs=False)
-        self._clock = clock
-        self._overhead = overhead
+        self._clock, self._costs = clock, costs
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
         """As ModelProposer. Under a trim rule every draft call costs a decision on the chains that it made longer."""
-        frontier = super().propose(partition, batch, proposal)
-        if proposal.trim is not None:
+        at_once = self._costs.drafts_at_once  # no chain ends early
+        frontier = super().propose(partition, batch, replace(proposal, trim=None) if at_once else proposal)
+        if proposal.trim is not None and not at_once:
             num_calls = frontier.drafted.shape[1]
             num_active = np.count_nonzero(np.arange(num_calls)[:, None] < frontier.num_drafted, axis=1)
-            self._clock.advance_us(float(np.sum(self._overhead.trim_call(num_active))))
+            self._clock.advance_us(float(np.sum(self._costs.overhead.trim_call(num_active))))
             self.times.lap("draft_sample")
         return frontier

@@ -9,12 +9,14 @@ import pytest
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner
+from faser_backend.core.frontier import Frontier
+from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner, Partition
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cuda.sampler import TorchSampler
-from faser_backend.pipeline.rows import run_model
+from faser_backend.pipeline.propose import Proposal
+from faser_backend.pipeline.rows import DecodeBatch, run_model
 from faser_backend.pipeline.step import StepRunner
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, SequentialLanes
@@ -83,6 +85,20 @@ def add_loops(fake: FakeEngine) -> list[FakeLoop]:
     return loops
 
 
+def never_cut(fake: FakeEngine) -> None:
+    """Lets the host draft chains in full length where a loop would draft them."""
+    proposer, sampler = fake.step_runner.proposer, fake.step_runner.sampler
+    assert proposer is not None and isinstance(sampler, NumpySampler)
+    propose = proposer.propose
+
+    def in_full(partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
+        slots = batch.slots[proposal.num_draft_tokens > 0]
+        is_cut = sampler.parameters.has_rules[slots].any()
+        return propose(partition, batch, proposal if is_cut else replace(proposal, trim=None))
+
+    proposer.propose = in_full  # type: ignore[method-assign]
+
+
 def recorded_frontiers(step_runner: StepRunner) -> list[tuple]:
     """Records every field of each step's frontier.
 
@@ -126,6 +142,8 @@ def compare(case: Case, policy: str, change: Change, other_change: Change, lanes
     for with_loop, changed in ((False, change), (True, other_change)):
         fake = open_forced(policy, changed, lanes, **options)
         loops = add_loops(fake) if with_loop else []
+        if not with_loop and fake.step_runner.proposer is not None:
+            never_cut(fake)
         seen.append(recorded_frontiers(fake.step_runner))
         agrees(fake, case, 0)
         num_loops += sum(loop.num_calls for loop in loops)
@@ -145,7 +163,7 @@ def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode)
 
 @pytest.mark.parametrize("mode", PipelineMode)
 @pytest.mark.parametrize("trim", TRIMS)
-def test_trim_rules_cut_chains_that_are_there_already(case: Case, trim: str, mode: PipelineMode) -> None:
+def test_trim_rules_decide_about_rows_alone(case: Case, trim: str, mode: PipelineMode) -> None:
     change = forced(mode, trim=TRIMS[trim])
     assert compare(case, "fixed:6", change, change, num_blocks=60) > 10
 

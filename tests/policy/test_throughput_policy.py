@@ -55,6 +55,17 @@ def test_reaches_its_share_of_the_best_static_policy(name: str):
     assert speed(WORLDS[name], "faser") >= LEAST_SHARES[name] * best
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_device_that_drafts_whole_chains_is_not_expected_to_end_them_early(size: int):
+    """Calls of an 8B and a 0.6B model on an H200."""
+    truth = replace(costs(1370, 4600, 25), drafts_at_once=True)
+    world = ControlWorld("H200", truth, acceptance=[0.5], num_requests=size)
+    expecting = replace(world, told=replace(truth, drafts_at_once=False))
+    best = max(speed(world, policy) for policy in ("none", "fixed:1", "fixed:2"))
+    assert speed(world, "faser") >= 0.94 * best
+    assert size > 1 or speed(expecting, "faser") < 0.8 * best
+
+
 def steps_of(world: ControlWorld, policy: str, monkeypatch: pytest.MonkeyPatch) -> list[StepRecord]:
     """The records of a run."""
     records: list[StepRecord] = []
