@@ -19,8 +19,8 @@ from faser_backend.core.request import Request
 from faser_backend.cpu import weights
 from faser_backend.cpu.kernels.experts import choose, sort_assignments
 from faser_backend.engines.build import build_engines
-from tests.cpu import test_engine
-from tests.cpu.test_runner import BLOCK_SIZE, build, logits_of, open_runner
+from tests.cpu import test_engine, test_runner
+from tests.cpu.test_runner import BLOCK_SIZE, build, open_runner
 from tests.engines.test_families import MAX_ERROR
 from tests.engines.test_gguf_checkpoint import QUANTISED
 from tests.pipeline.test_eagle3_drafting import make_requests
@@ -33,9 +33,7 @@ from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_a
 SIZES = {"hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 19, "num_experts_per_tok": 3}
 
 
-@pytest.fixture(autouse=True)
-def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
+every_model_is_worth_two_threads = test_runner.every_model_is_worth_two_threads  # a fixture
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +57,7 @@ def directory(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_row_has_the_same_bits_in_any_company_on_any_threads(directory: Path) -> None:
-    expected = logits_of(open_runner(directory, 1), 1, is_packed=False)
-    assert np.isfinite(expected).all() and expected.std() > 0.01
-    for num_threads in (1, 2, 3):
-        runner = open_runner(directory, num_threads)
-        for chunk, is_packed in ((40, True), (7, True), (1, True), (40, False), (5, False)):
-            np.testing.assert_array_equal(logits_of(runner, chunk, is_packed=is_packed), expected)
-        runner.close()
+    test_runner.check_bits(directory)
 
 
 @numba.njit

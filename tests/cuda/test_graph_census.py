@@ -34,7 +34,7 @@ from tests.cuda.test_capture_rules import SPLIT, Opened, opened
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.support.forcing import random_everything
 from tests.support.harness import drive, guessed, request
-from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.tiny_models import build_with_draft, write_checkpoint
 
 CONFIG = EngineConfig(max_num_seqs=6, num_kv_blocks=400, max_prefill_tokens=48)
 SAMPLINGS = [
@@ -47,11 +47,8 @@ SAMPLINGS = [
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("census")
-    source = write_checkpoint(root / "source", max_position_embeddings=256, num_hidden_layers=2)
-    draft = write_draft(source, root / "draft")
-    build_engines(source, draft, root / "engine", runtime="torch", exit_layers=(1,), kv_block_size=4)
-    return root / "engine"
+    sizes = {"max_position_embeddings": 256, "num_hidden_layers": 2}
+    return build_with_draft(tmp_path_factory.mktemp("census"), sizes=sizes, runtime="torch", exit_layers=(1,))
 
 
 def mixed_requests(seed: int, count: int = 6) -> list[Request]:

@@ -20,11 +20,11 @@ from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
 from faser_backend.cuda.noise import TorchNoise
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.shapes import PAIRS, layer_weights
-from faser_backend.manifest import FileSpec, ModelEngine, SegmentSpec
+from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec
 from tests.cuda.test_torch_eagle3 import Runners
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
 from tests.support.fake_cuda import FakeDriver
-from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.tiny_models import build_with_draft, write_checkpoint
 from tests.support.torch_engines import open_torch_runner, write_torch_engine
 
 GIB = 2**30
@@ -147,24 +147,21 @@ def test_rows_are_filtered_some_at_a_time_with_the_same_scores(monkeypatch: pyte
 
 
 def test_doctor_prints_the_plan_of_an_engine_directory(tmp_path: Path) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    draft = write_draft(source, tmp_path / "draft")
-    build_engines(source, draft, tmp_path / "torch", runtime="torch", kv_block_size=4)
-    lines = memory_report(tmp_path / "torch", gpu_gib=80)
+    engine = build_with_draft(tmp_path, runtime="torch")
+    lines = memory_report(engine, gpu_gib=80)
     assert lines[0].split()[:3] == ["81920", "MiB", "of"] and "KV blocks: at most" in lines[-1]
-    assert memory_report(tmp_path / "torch", load_driver=FakeDriver)[0].split()[0] == "81559"
-    build_engines(source, draft, tmp_path / "cpu", kv_block_size=4)
+    assert memory_report(engine, load_driver=FakeDriver)[0].split()[0] == "81559"
+    build_engines(tmp_path / "source", tmp_path / "draft", engine, kv_block_size=4)
     with pytest.raises(ConfigError, match=r"--gpu-gib = 80: engines of runtime 'llvm' run on a CPU"):
-        memory_report(tmp_path / "cpu", gpu_gib=80)
+        memory_report(engine, gpu_gib=80)
 
 
 @pytest.mark.parametrize("cache", ["fp16", "fp32"])
 def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, cache: str) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    draft = write_draft(source, tmp_path / "draft")
-    built = build_engines(source, draft, tmp_path / "cpu", kv_block_size=4, kv_cache_dtype=cache, max_context=64)
+    engine = build_with_draft(tmp_path, kv_cache_dtype=cache, max_context=64)
+    built = EngineManifest.load(engine)
     assert built.draft is not None
-    status, out, _ = run("doctor", "--engine-dir", tmp_path / "cpu", "--num-kv-blocks", 40)
+    status, out, _ = run("doctor", "--engine-dir", engine, "--num-kv-blocks", 40)
     assert status == 0 and f"40 KV blocks of 4 tokens, 160 in all: 2.5 requests of {64} tokens" in out
     pools = [KvPool(model.spec, 40, 4, dtype=cache) for model in (built.target, built.draft)]
     for name, pool in zip(("target", "draft"), pools, strict=True):
@@ -172,7 +169,7 @@ def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, cache:
         assert f" {pool.num_bytes // 160} bytes of a token in the {name}'s cache ({cache})" in out
     assert re.search(rf"{sum(pool.num_bytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
     with pytest.raises(ConfigError, match="num_kv_blocks = 3: one context of 64 tokens needs at least 16 blocks of 4"):
-        memory_report(tmp_path / "cpu", config=EngineConfig(num_kv_blocks=3))
+        memory_report(engine, config=EngineConfig(num_kv_blocks=3))
 
 
 def test_only_the_target_is_counted_where_no_model_drafts(tmp_path: Path) -> None:

@@ -14,15 +14,11 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
-from faser_backend.device.runtime import ModelPair
-from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble_on
 from faser_backend.serving.runtimes import open_runtime
 from tests.cuda import test_torch_eagle3
 from tests.engines.test_eagle3 import MAX_ERROR, NUM_BLOCKS, Built, check_rows_on_features
-from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
-from tests.support.forcing import Forced, at_random, forced
-from tests.support.harness import drive, guessed
+from tests.pipeline.test_eagle3_drafting import checked, make_requests, open_engine, prune, tokens_of
+from tests.support.harness import drive
 from tests.support.ort_engines import graphs_are_engines
 from tests.support.tiny_models import VOCAB_SIZE, largest_error
 
@@ -81,8 +77,7 @@ def test_half_precision_heads_run(tmp_path: Path) -> None:
 
 def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, plain: dict[str, list[int]]) -> None:
     """The pool holds one full context, so sequences are preempted."""
-    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False, num_kv_blocks=32), ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    engine, checker = checked(built, "fixed:4", num_kv_blocks=32)
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert engine.metrics().num_preemptions > 0
     engine.close()
@@ -96,21 +91,15 @@ def test_calls_too_large_for_graphs_are_no_different(
     """Such calls share a context, and each has its own hidden states."""
     for module in ("tensorrt_programs", "runner"):
         monkeypatch.setattr(f"faser_backend.cuda.{module}.MAX_GRAPH_ROWS", 4)
-    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    engine, checker = checked(built, "fixed:4")
     assert drive(engine, make_requests(5, is_greedy=True)).tokens == plain
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
 
 
 def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str, list[int]]) -> None:
-    pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
-    policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner))
-    models = ModelPair(built.manifest.target, built.manifest.draft)
-    config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
-    engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
-    checker = ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    engine, checker = checked(built, "fixed:5")
+    prune(engine)
     tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
     assert engine.metrics().num_pruned > 0
     engine.close()
@@ -123,7 +112,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
 
 def test_features_of_other_positions_are_noticed(built: Built) -> None:
     """A head that reads features one position off drafts other chains."""
-    engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
+    engine, checker = checked(built, "fixed:3")
     head: Any = engine.step_runner.partitions[WHOLE].draft
     run, features = head.run_segment, head.pool.features
 
@@ -135,7 +124,6 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
         return found
 
     head.run_segment = run_on_others
-    engine.step_runner.observers.append(checker.observe)
     drive(engine, make_requests(5, is_greedy=True))
     engine.close()
     assert checker.num_equal < 0.5 * checker.num_chains

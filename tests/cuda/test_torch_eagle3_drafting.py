@@ -20,18 +20,14 @@ from faser_backend.core.request import Request, Sampling
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.cuda.runtime import CudaRuntime
-from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
-from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble_on, build_engine
-from faser_backend.serving.runtimes import open_runtime
+from faser_backend.serving.compose import build_engine
 from tests.cuda.test_draft_loop import recorded_frontiers
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
-from tests.pipeline.test_eagle3_drafting import ChainChecker, make_requests, open_engine, tokens_of
+from tests.pipeline.test_eagle3_drafting import checked, make_requests, open_engine, prune, tokens_of
 from tests.support.eagle3_models import HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
-from tests.support.forcing import Forced, at_random, forced, in_turns
-from tests.support.harness import drive, guessed
+from tests.support.forcing import Forced, in_turns
+from tests.support.harness import drive
 from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
 LAYER_SHARE = 0.1  # by which the layers of the pair that mostly agrees are scaled
@@ -106,12 +102,6 @@ def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param)
 
 
-def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
-    engine, checker = open_engine(built, policy, enable_prefix_reuse=False, **options), ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
-    return engine, checker
-
-
 # -- drafts ------------------------------------------------------------------------------------------
 
 
@@ -146,11 +136,8 @@ def test_a_loop_drafts_what_the_host_drafts_call_by_call(
     built: Built = request.getfixturevalue(name)
     seen = []
     for _ in range(2):
-        pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
-        policy = Forced(parse_policy("fixed:4", guessed), forced(pruner=pruner))
-        config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16)
-        models = ModelPair(built.manifest.target, built.manifest.draft)
-        engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
+        engine = open_engine(built, "fixed:4")
+        prune(engine)
         frontiers = recorded_frontiers(engine.step_runner)
         seen.append((drive(engine, mixed_requests()).tokens, frontiers))
         engine.close()

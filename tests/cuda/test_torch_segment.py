@@ -46,10 +46,6 @@ class Pair:
         self.reference = reference_model(source)
 
 
-def to_numpy(logits: torch.Tensor | np.ndarray) -> np.ndarray:
-    return np.array(logits)
-
-
 def check_ragged_run(pair: Pair, seed: int, max_error: float) -> float:
     """Compares ragged calls with llvm and the reference. Returns the largest difference of a logit."""
     rng = np.random.default_rng(seed)
@@ -111,10 +107,10 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
                 runner.run_segment(1, rows, runner.run_segment(0, rows, None))
         rows = make_rows(sequences, starts, [4, 5, 3], tables)
         hidden, scores = runner.run_segment_with_scores(0, rows, None, candidates)
-        hidden, scores = to_numpy(hidden), to_numpy(scores)
+        hidden, scores = np.array(hidden), np.array(scores)
         again, _ = runner.run_segment_with_scores(0, rows, None, candidates)
         shorter, kept = keep_rows(rows, np.array(num_kept))
-        logits = to_numpy(runner.run_segment(1, shorter, runner.take_rows(again, kept)))
+        logits = np.array(runner.run_segment(1, shorter, runner.take_rows(again, kept)))
         results.append((hidden, scores, logits))
     for wanted, got in zip(*results, strict=True):
         assert wanted.shape == got.shape

@@ -15,17 +15,14 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cpu.runner import LlvmHeadRunner
-from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.drafter_choice import DrafterChoice
-from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble_on, build_engine
-from faser_backend.serving.runtimes import open_runtime
+from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import Built
 from tests.support.eagle3_models import HEAD, NUM_TARGET_LAYERS, head_tensors, write_head
 from tests.support.forcing import Forced, at_random, forced, in_turns
-from tests.support.harness import drive, guessed, request
+from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
 
@@ -92,6 +89,20 @@ class ChainChecker:
                 self.num_chains += 1
 
 
+def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
+    """Opens an engine whose chains are compared."""
+    engine, checker = open_engine(built, policy, **{"enable_prefix_reuse": False, **options}), ChainChecker(built)
+    engine.step_runner.observers.append(checker.observe)
+    return engine, checker
+
+
+def prune(engine: Engine, **decisions: bool) -> None:
+    """Lets half of the drafted rows leave at the exit."""
+    scheduler = engine.step_runner.scheduler
+    pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
+    scheduler.policy = Forced(scheduler.policy, forced(pruner=pruner, **decisions))
+
+
 @pytest.mark.parametrize(
     ("lengths", "options"),
     [
@@ -102,13 +113,10 @@ class ChainChecker:
     ],
 )
 def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], options: dict[str, object]) -> None:
-    engine = open_engine(built, "fixed:4", enable_prefix_reuse=False, **options)
+    engine, checker = checked(built, "fixed:4", **options)
     scheduler = engine.step_runner.scheduler
     scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-    checker = ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
-    requests = make_requests(is_greedy=True)
-    drive(engine, requests)
+    drive(engine, make_requests(is_greedy=True))
     assert (engine.metrics().num_preemptions > 0) == bool(options)
     engine.close()
     assert checker.num_chains > 20
@@ -119,9 +127,7 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
     """The head reads later what it missed while n-grams drafted; tokens equal plain decoding's."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
     requests = make_requests(is_greedy=True)
-    engine = open_engine(built, "fixed:3", draft="model+ngram", enable_prefix_reuse=False)
-    checker = ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    engine, checker = checked(built, "fixed:3", draft="model+ngram")
     tokens = drive(engine, requests).tokens
     engine.close()
     assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
@@ -130,14 +136,15 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
 
 @pytest.mark.parametrize("shift", [0, 1])
 def test_clients_chains_go_beside_a_head_s(built: Built, shift: int) -> None:
-    """Right and wrong ones, which the head has not run; what it drafts behind them is the reference's."""
+    """Right ones and those that go wrong somewhere. The head has not run them: it catches up from the target's states,
+    and what it drafts behind them is the reference's."""
     expected = tokens_of(built, "none", make_requests(is_greedy=True))
     requests = make_requests(is_greedy=True)
     for index in range(0, len(requests), 2):
-        guess = [(token + shift) % VOCAB_SIZE for token in expected[requests[index].request_id][:6]]
+        right = expected[requests[index].request_id][:6]
+        guess = [(token + shift * (place >= index)) % VOCAB_SIZE for place, token in enumerate(right)]
         requests[index] = replace(requests[index], draft_ids=tuple(guess))
-    engine, checker = open_engine(built, "fixed:4", enable_prefix_reuse=False), ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    engine, checker = checked(built, "fixed:4")
     result = drive(engine, requests)
     engine.close()
     assert result.tokens == expected
@@ -148,10 +155,9 @@ def test_clients_chains_go_beside_a_head_s(built: Built, shift: int) -> None:
 
 def test_features_of_other_positions_are_noticed(built: Built) -> None:
     """Negative control: a head whose features lie one place further on drafts other chains."""
-    engine, checker = open_engine(built, "fixed:3", enable_prefix_reuse=False), ChainChecker(built)
+    engine, checker = checked(built, "fixed:3")
     head = engine.step_runner.partitions[WHOLE].draft
     assert isinstance(head, LlvmHeadRunner)
-    engine.step_runner.observers.append(checker.observe)
     target_features, run = head.pool.features, head.run_segment
 
     def run_on_others(segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -167,8 +173,7 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
 def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
     """A reused row may hold another sequence's next token, so that a few chains differ; features are never missing."""
     requests = make_requests(12, is_greedy=True, num_shared=20)
-    engine, checker = open_engine(built, "fixed:3"), ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    engine, checker = checked(built, "fixed:3", enable_prefix_reuse=True)
     tokens = drive(engine, requests).tokens
     assert engine.metrics().num_reused_blocks > 0
     engine.close()
@@ -180,13 +185,9 @@ def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
 def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: bool) -> None:
     """A pruned row has the features of the layers before the exit alone; its token is not committed with it. And a
     head that has read no prompt catches up before it drafts."""
-    pruner = at_random(np.random.default_rng(0), exits=(0,), share=0.5)
-    policy = Forced(parse_policy("fixed:5", guessed), forced(pruner=pruner, prefills_draft=prefills_draft))
-    models, requests = ModelPair(built.manifest.target, built.manifest.draft), make_requests(is_greedy=True)
-    config = EngineConfig(max_num_seqs=4, max_prefill_tokens=16, enable_prefix_reuse=False)
-    engine = assemble_on(open_runtime(built.directory, built.manifest, config), models, policy, config)
-    checker = ChainChecker(built)
-    engine.step_runner.observers.append(checker.observe)
+    requests = make_requests(is_greedy=True)
+    engine, checker = checked(built, "fixed:5")
+    prune(engine, prefills_draft=prefills_draft)
     tokens = drive(engine, requests).tokens
     assert engine.metrics().num_pruned > 0
     engine.close()

@@ -17,7 +17,6 @@ from faser_backend.core.decision import PipelineMode
 from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, Request, Sampling
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cuda.sampler import TorchSampler
-from faser_backend.engines.build import build_engines
 from faser_backend.pipeline import prefill
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
@@ -26,7 +25,7 @@ from tests.support.fakes import HashRunner
 from tests.support.forced_engine import open_forced
 from tests.support.forcing import ADMITS_NOTHING, always, by_parity, forced, random_everything
 from tests.support.harness import BLOCK, VOCAB, fake_engine, open_fake, request
-from tests.support.tiny_models import VOCAB_SIZE, reference_logits, reference_model, write_checkpoint, write_draft
+from tests.support.tiny_models import VOCAB_SIZE, build_with_draft, reference_logits, reference_model
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 MODEL = HashRunner(8, BLOCK, VOCAB)
@@ -243,11 +242,7 @@ def test_copies_outlive_the_buffer(sampler):
 @pytest.fixture(scope="module", params=["llvm", "torch"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target and its draft, with an exit; its checkpoint lies beside it."""
-    root = tmp_path_factory.mktemp(request.param)
-    source = write_checkpoint(root / "source")
-    draft = write_draft(source, root / "draft")
-    build_engines(source, draft, root / "engine", runtime=request.param, exit_layers=(2,), kv_block_size=4)
-    return root / "engine"
+    return build_with_draft(tmp_path_factory.mktemp(request.param), runtime=request.param, exit_layers=(2,))
 
 
 def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path):

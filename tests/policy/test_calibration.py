@@ -10,12 +10,11 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import Limits
-from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import MARGIN_KNOTS, MarginCounts, MatchCalibration, margin_bins, rising_shares
 from faser_backend.profiling.calibration import TOKENS_EACH, calibration_requests, record_chains, tokenised_prompts
 from faser_backend.serving.compose import build_engine
-from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.tiny_models import build_with_draft
 
 
 def true_chance(margins: np.ndarray) -> np.ndarray:
@@ -115,10 +114,7 @@ def test_only_tokens_that_a_whole_row_tested_count() -> None:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("calibration")
-    source = write_checkpoint(root / "source")
-    build_engines(source, write_draft(source, root / "draft"), root / "engine", exit_layers=(1, 2), kv_block_size=4)
-    return root / "engine"
+    return build_with_draft(tmp_path_factory.mktemp("calibration"), exit_layers=(1, 2))
 
 
 def test_recorded_chains_are_those_of_the_texts(engine: Path) -> None:

@@ -14,13 +14,12 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, ExitView, PipelineMode, Pruner, Score
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.request import Request, Sampling
-from faser_backend.engines.build import build_engines
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, best_exit, predicted_saving_us
 from faser_backend.profiling.calibration import ProbePolicy
 from faser_backend.serving.compose import build_engine
-from tests.support.tiny_models import VOCAB_SIZE, write_checkpoint, write_draft
+from tests.support.tiny_models import VOCAB_SIZE, build_with_draft
 
 CURVE = MatchCalibration(None).curve
 
@@ -141,9 +140,7 @@ def test_an_empty_frontier_keeps_its_anchors() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, temperature: float) -> None:
-    source = write_checkpoint(tmp_path / "source")
-    draft = write_draft(source, tmp_path / "draft")
-    build_engines(source, draft, tmp_path / "engine", exit_layers=(1, 2), kv_block_size=4)
+    build_with_draft(tmp_path, exit_layers=(1, 2))
     exits = tuple(calibration(segment=segment, layer=segment + 1, threshold=0.5) for segment in (0, 1))
 
     def tokens_of(policy: str, pruner: Pruner | None) -> tuple[dict[str, list[int]], int]:

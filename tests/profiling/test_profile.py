@@ -30,17 +30,14 @@ from faser_backend.serving.profile_store import (
     load_profile,
 )
 from tests.support.brief_profile import BRIEF
-from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.tiny_models import build_with_draft, write_checkpoint
 
 MAX_CONTEXT = 128
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("profile")
-    source = write_checkpoint(root / "source")
-    build_engines(source, write_draft(source, root / "draft"), root / "engine", exit_layers=(1,), kv_block_size=4)
-    return root / "engine"
+    return build_with_draft(tmp_path_factory.mktemp("profile"), exit_layers=(1,))
 
 
 @pytest.fixture(scope="module")

@@ -32,18 +32,14 @@ from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_
 from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runtime
 from tests.support.brief_profile import BRIEF
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, write_head
-from tests.support.tiny_models import write_checkpoint, write_draft
+from tests.support.tiny_models import build_with_draft, write_checkpoint
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("profile_torch")
-    source = write_checkpoint(root / "source")
-    draft = write_draft(source, root / "draft")
-    build_engines(source, draft, root / "engine", runtime="torch", exit_layers=(1,), kv_block_size=4)
-    return root / "engine"
+    return build_with_draft(tmp_path_factory.mktemp("profile_torch"), runtime="torch", exit_layers=(1,))
 
 
 def few_cases(model: str, max_context: int, rng: np.random.Generator, share: float) -> list[Case]:

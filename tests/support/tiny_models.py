@@ -23,6 +23,7 @@ from transformers import (
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
+from faser_backend.engines.build import build_engines
 
 torch.set_num_threads(1)
 
@@ -115,6 +116,13 @@ def write_draft(source: Path, directory: Path, *, noise: float = 0.05, seed: int
     model.save_pretrained(directory)
     write_tokenizer(directory, model.config.vocab_size)
     return directory
+
+
+def build_with_draft(root: Path, *, sizes: dict[str, Any] | None = None, **options: Any) -> Path:
+    """Builds the engine directory of a random checkpoint, root/source, and a draft of it."""
+    source = write_checkpoint(root / "source", **(sizes or {}))
+    build_engines(source, write_draft(source, root / "draft"), root / "engine", **{"kv_block_size": 4, **options})
+    return root / "engine"
 
 
 def reference_model(directory: Path) -> LlamaForCausalLM:
