@@ -49,17 +49,25 @@ SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 VOCAB, LENGTH, COUNT = 4, 3, 1500
 LAYERS = (1, 1, 1)
 PASSES, FAILS = 1e-3, 1e-6
-PROMPT = [1, 3, 2]
+PROMPT, SURE = [1, 3], 2
 TEMPERATURE = 4.0  # flattens the fakes' logits to a standard deviation of about 1
 # A draft token behind its best rival has a chance of 0.4, else 0.95. One row of two weak tokens does not pay, of a weak
 # and a strong one it does: the best choice for row 1 depends on draft token 2.
 STEPPED = rule([0.4, 0.95], [1.0, 1.65, 1.65, 1.65], price=1.0, first_knot=-1e-6, knot_step=1e-6)
 
 
+class SureStart(HashRunner):
+    """A target whose first token, which no draft foresees, is certain: all that varies is tested."""
+
+    def logits_after(self, tokens: np.ndarray) -> np.ndarray:
+        lead = 1e4 if tokens.size == len(PROMPT) else 0.0
+        return super().logits_after(tokens) + lead * (np.arange(self.vocab_size) == SURE)
+
+
 @lru_cache
-def exact_probabilities(vocab_size: int, length: int) -> np.ndarray:
+def exact_probabilities(target: type[HashRunner], vocab_size: int, length: int) -> np.ndarray:
     """Returns [V ** length] probabilities of the first `length` tokens."""
-    model = HashRunner(8, BLOCK, vocab_size)
+    model = target(8, BLOCK, vocab_size)
     found = []
     for tokens in itertools.product(range(vocab_size), repeat=length):
         probability = 1.0
@@ -123,6 +131,7 @@ class World:
     policy: str = "fixed:2"
     drafter: dict[str, Any] = field(default_factory=dict)  # options of open_fake
     has_clients: bool = False
+    has_sure_start: bool = True  # not with clients, who draft the first token too
     uses_rejection: bool = True
     num_at_once: int = 48
     count: int = COUNT
@@ -146,6 +155,9 @@ class World:
         )
         if self.change(Decision([3])).pruner is not None:  # calls that read prompts too take no exits
             fake.targets[0].max_mixed_rows = 0
+        target = SureStart if self.has_sure_start and not self.has_clients else HashRunner
+        for runner in fake.targets:
+            runner.__class__ = target
         seen: Counter[str] = Counter()
 
         def note(record: StepRecord) -> None:
@@ -154,13 +166,13 @@ class World:
 
         fake.step_runner.observers.append(note)
         # Running ahead of two draft tokens needs room for a third, and for the token that ends its round.
-        length = LENGTH + (RUN_AHEAD in self.modes and not self.has_clients)
+        length = LENGTH + (target is SureStart) + (RUN_AHEAD in self.modes and not self.has_clients)
         options = {"draft_of": guess} if self.has_clients else {}
         counts = observed(fake.engine, VOCAB, length, self.count, num_at_once=self.num_at_once, **options)
         if self.modes == {RUN_AHEAD} and not self.has_clients:
             assert seen["ahead"] > self.count // 20, "nothing ran ahead"
         assert (seen["mixed"] > 10) == (self.has_clients and self.policy != "none")
-        return p_value(counts, exact_probabilities(VOCAB, length)), fake
+        return p_value(counts, exact_probabilities(target, VOCAB, length)), fake
 
 
 EXITS: dict[str, Callable[[], Pruner]] = {
@@ -174,6 +186,7 @@ WORLDS = {
     "plain": World(forced(), "none"),
     "samples that match": World(forced(), uses_rejection=False),
     "serial": World(forced()),
+    "serial, first tokens": World(forced(), has_sure_start=False),
     **{f"exits: {name}": World(forced(SERIAL, pruner=make()), "fixed:3") for name, make in EXITS.items()},
     **{f"exits ahead: {name}": World(forced(RUN_AHEAD, pruner=EXITS[name]())) for name in ("parity", "as calibrated")},
     "run-ahead": World(forced(RUN_AHEAD), "fixed:1"),
@@ -208,7 +221,7 @@ def test_the_targets_distribution_is_kept(name: str):
         assert metrics.num_row_layers < num_whole, "nothing was trimmed"
     if name.startswith("n-grams"):
         sources = ("model", "ngram") if "model" in name else ("ngram",)
-        assert all(metrics.num_accepted_by_source[source] > 25 for source in sources)
+        assert all(metrics.num_accepted_by_source[source] > 15 for source in sources)
 
 
 @pytest.mark.parametrize("seed", range(2))

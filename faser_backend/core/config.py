@@ -18,6 +18,7 @@ from faser_backend.core.errors import ConfigError
 # Medians under the loads of `faser bench` on the demo pair were at 0.95x of `none` or more, with a profile and without;
 # those of `fixed:4` at 0.58x or more.
 DEFAULT_POLICY = "faser"
+MAX_NUM_SEQS = 1024
 SPECULATION, CAPACITY = "Speculation", "Capacity"  # sections of help
 DraftSource = Literal["auto", "model", "ngram", "model+ngram"]
 
@@ -104,7 +105,7 @@ class EngineConfig(OptionTable):
     pipeline: Literal["auto", "serial", "run_ahead", "ping_pong"] = option(
         "auto", "Choose how drafting overlaps verification; auto follows the policy.", SPECULATION
     )
-    max_num_seqs: int = option(32, "Decode at most this many requests together.", CAPACITY, ge=1, le=1024)
+    max_num_seqs: int = option(32, "Decode at most this many requests together.", CAPACITY, ge=1, le=MAX_NUM_SEQS)
     max_queue_size: int = option(
         256, "Queue at most this many requests; 0 removes the limit.", CAPACITY, ge=0, le=1_000_000
     )

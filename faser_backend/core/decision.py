@@ -35,7 +35,7 @@ class TrimRule:
     margin_knots: np.ndarray  # [M] ascending
     match_logits: np.ndarray  # [M], or [S, M] by source of chains (core/frontier.py) where there are several
     margin_shares: np.ndarray  # [M]
-    offsets: np.ndarray  # [S] by slot, or [1] for all
+    offsets: np.ndarray  # [S] by slot, of all slots, or [1] for all
     verify_us: np.ndarray  # [N + 1] predicted time of a step with n rows beside the anchors, without drafting
     draft_us: np.ndarray  # [B + 1] predicted time of a draft call for so many of the sequences
     tokens_per_us: float  # the price: throughput at the optimum, which converts time to tokens

@@ -13,7 +13,7 @@ from faser_backend.core.sequence import Sequence
 
 
 class PrefillChunk(NamedTuple):
-    """Tokens [start, start + num_tokens) of a sequence, run without logits unless the request asks for them."""
+    """Tokens [start, start + num_tokens) of a sequence, whose logits are returned if the request asks for them."""
 
     sequence: Sequence
     start: int

@@ -230,7 +230,7 @@ class Engine:
     def _count(self, plan: StepPlan, outputs: list[EngineOutput]) -> None:
         metrics = self._metrics
         metrics.num_steps += 1
-        metrics.num_scheduled = len(plan.decodes) + len(plan.prefills)
+        metrics.num_scheduled = len({*plan.decodes, *(chunk.sequence for chunk in plan.prefills)})
         metrics.num_context_tokens = sum(chunk.num_tokens for chunk in plan.prefills)
         metrics.num_emitted += sum(len(output.token_ids) for output in outputs)
 
@@ -247,7 +247,8 @@ class Engine:
         decision = record.plan.decision
         is_plain = not record.frontier.num_drafted.any() and not record.plan.drafts
         metrics.num_steps_by_kind[PLAIN if is_plain else decision.mode.value] += 1
-        metrics.tokens_per_second = 1e6 * decision.tokens_per_us
+        if decision.num_draft_tokens:  # a step of new sequences alone comes without a decision
+            metrics.tokens_per_second = 1e6 * decision.tokens_per_us
         metrics.num_row_layers += record.verification.num_row_layers
 
     def _count_sources(self, record: StepRecord) -> None:

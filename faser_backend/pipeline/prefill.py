@@ -53,11 +53,11 @@ class Prefiller:
     def read(self, target: ModelRunner, plan: StepPlan) -> RowBatch | None:
         """Runs chunks through the target in calls of their own, or returns their rows for the verification's call."""
         if joins_verification(plan, target):
-            return self._rows_of(plan.prefills)
+            return self._rows_of(plan.prefills, set(plan.decodes))
         wanting = [chunk for chunk in plan.prefills if _takes_logits(chunk.sequence, target.vocab_size)]
         plain = [chunk for chunk in plan.prefills if chunk not in wanting] if wanting else plan.prefills
         if plain:
-            run_model(target, self._rows_of(plain))
+            run_model(target, self._rows_of(plain, set()))
             self._times.lap("prefill_model")
         for chunk in wanting:
             self._read_with_logits(target, chunk)
@@ -74,15 +74,16 @@ class Prefiller:
         self._times.lap("commit")
         return draft_us
 
-    def _rows_of(self, chunks: list[PrefillChunk]) -> RowBatch:
-        """Returns the target's rows of chunks, without logits."""
+    def _rows_of(self, chunks: list[PrefillChunk], ending: set[Sequence]) -> RowBatch:
+        """Returns the target's rows of chunks, and behind those of sequences in `ending` their anchors, with logits."""
         sequences = [chunk.sequence for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
-        stops = [chunk.start + chunk.num_tokens for chunk in chunks]
+        ends = [sequence in ending for sequence in sequences]
+        stops = [chunk.start + chunk.num_tokens + is_end for chunk, is_end in zip(chunks, ends, strict=True)]
         tables = self._blocks.block_tables[[sequence.slot for sequence in sequences]]
-        rows = token_range_rows(sequences, starts, stops, tables, with_logits=False)
+        rows = token_range_rows(sequences, starts, stops, tables, with_logits=True)
         self._times.lap("prefill_rows")
-        return rows
+        return replace(rows, logit_rows=rows.logit_rows[ends])
 
     def read_by_draft(self, partition: Partition, chunks: list[PrefillChunk]) -> float:
         """Lets the draft read what it has missed of chunks. Returns the microseconds that the host saw."""

@@ -85,13 +85,19 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
 
 
 def mixed_rows(rows: RowBatch, prompts: RowBatch) -> RowBatch:
-    """Returns the rows of a verification and behind them those of prompts, which have no logits."""
+    """Returns the rows of a verification and behind them those of prompts.
+
+    The last sequences of the verification, an anchor each, are those of prompts with logits, in that order: their
+    prompts hold the anchors.
+    """
+    num_ends = prompts.logit_rows.size
+    num_sequences, num_rows = rows.num_sequences - num_ends, rows.num_rows - num_ends
     return RowBatch(
-        np.concatenate([rows.token_ids, prompts.token_ids]),
-        np.concatenate([rows.cu_rows, rows.num_rows + prompts.cu_rows[1:]]),
-        np.concatenate([rows.context_lens, prompts.context_lens]),
-        np.concatenate([rows.block_tables, prompts.block_tables]),
-        rows.logit_rows,
+        np.concatenate([rows.token_ids[:num_rows], prompts.token_ids]),
+        np.concatenate([rows.cu_rows[: num_sequences + 1], num_rows + prompts.cu_rows[1:]]),
+        np.concatenate([rows.context_lens[:num_sequences], prompts.context_lens]),
+        np.concatenate([rows.block_tables[:num_sequences], prompts.block_tables]),
+        np.concatenate([rows.logit_rows[:num_rows], num_rows + prompts.logit_rows]),
     )
 
 

@@ -81,7 +81,7 @@ class StepRunner:
         self.draft_times = PhaseTimes(clock) if proposer is None else proposer.times
         self.prefiller = Prefiller(scheduler.blocks, sampler, clock, self.times, proposer)
         self.verifier = Verifier(sampler, self.times)
-        self.observers: list[Callable[[StepRecord], None]] = [scheduler.policy.observe, scheduler.observe]
+        self.observers: list[Callable[[StepRecord], None]] = [self._teach]
 
     @property
     def phase_times_ns(self) -> dict[str, int]:
@@ -136,13 +136,19 @@ class StepRunner:
             propose_us=phases.proposing.us,
             verify_us=phases.verifying.us,
             overlap_us=phases.verifying.overlap_us(phases.proposing),
-            num_mixed_rows=0 if prompts is None else prompts.num_rows,
+            num_mixed_rows=0 if prompts is None else prompts.num_rows - prompts.logit_rows.size,
             draft_prefill_us=draft_prefill_us,
         )
         for observe in self.observers:
             observe(record)
         self.times.lap("observe")
         return outputs, in_flight.present()
+
+    def _teach(self, record: StepRecord) -> None:
+        """Lets the policy and the scheduler learn from a step, unless nobody but newly read sequences was in it."""
+        if record.plan.decision.num_draft_tokens:
+            self.scheduler.policy.observe(record)
+            self.scheduler.observe(record)
 
     def _run_serial(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
         """Drafts for the sequences without drafts in flight, then verifies all sequences and reads prompts."""

@@ -16,13 +16,21 @@ PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits 
 MAX_ACCEPTANCE = 0.98
 
 
-class FixedLength:
+class WithoutLearning:
+    """A policy that learns nothing and never asks for a part of the device."""
+
+    is_drafting = True
+    partitions = (WHOLE,)
+
+    def observe(self, record: StepRecord) -> None:
+        """Nothing to learn."""
+
+
+class FixedLength(WithoutLearning):
     """The same number of draft tokens for every request in every step (vLLM's num_speculative_tokens).
 
     0 is plain decoding.
     """
-
-    partitions = (WHOLE,)
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -31,20 +39,14 @@ class FixedLength:
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         return Decision([self.num_draft_tokens] * len(sequences))
 
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
 
-
-class Goodput:
+class Goodput(WithoutLearning):
     """The one length for the whole batch that promises most tokens per time, after SmartSpec (arXiv 2406.14066).
 
     With a_b the chance that a drafted token of request b is kept, read from the counts that sequences carry, a round
     of K drafted tokens emits (1 - a_b^(K+1)) / (1 - a_b) tokens of b; the cost model tells what the round takes.
     Length 0 is a candidate like any other, so a batch that does not gain does not speculate.
     """
-
-    is_drafting = True
-    partitions = (WHOLE,)
 
     def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
         self._costs, self._times = costs, BatchTimesCache(costs, max_draft_tokens)
@@ -55,9 +57,6 @@ class Goodput:
         context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
         best = int((emitted / self.round_us(len(sequences), context)).argmax())
         return Decision([best] * len(sequences))
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
 
     def round_us(self, num_sequences: int, context: int) -> np.ndarray:
         """Returns the predicted microseconds [K + 1] of a serial round, for each candidate length."""

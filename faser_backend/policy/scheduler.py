@@ -125,8 +125,7 @@ class Scheduler:
         if lag <= self.max_draft_lag:
             return True
         budget = self.max_prefill_tokens - sum(chunk.num_tokens for chunk in plan.draft_prefills)
-        num_tokens = min(lag - 1, budget)  # the last token is fed when it drafts
-        if num_tokens:
+        if num_tokens := min(lag - 1, budget):  # the last token is fed when it drafts
             plan.draft_prefills.append(PrefillChunk(sequence, sequence.draft_len, num_tokens))
         return num_tokens == lag - 1
 
@@ -185,6 +184,8 @@ class Scheduler:
             plan.num_reused_blocks += len(match.blocks)
             self.running.append(sequence)
             plan.admitted.append(sequence)
+            if sequence.is_ready and not sequence.client_draft:  # its prompt is reused, or a single token
+                self._plan_decode(plan, sequence, 0, 0)
 
     def _has_room(self, sequence: Sequence, num_needed: int) -> bool:
         if not self.never_evicts:
@@ -210,11 +211,11 @@ class Scheduler:
     def _plan_prefills(self, plan: StepPlan) -> None:
         budget = self._num_prompt_rows if plan.decodes or plan.drafts else self.max_prefill_tokens
         for sequence in self.running:
-            missing = sequence.num_prefill_tokens
-            if missing and budget:
-                num_tokens = min(missing, budget)
+            if num_tokens := min(sequence.num_prefill_tokens, budget):
                 plan.prefills.append(PrefillChunk(sequence, sequence.target_len, num_tokens))
                 budget -= num_tokens
+                if num_tokens == sequence.num_prefill_tokens and not sequence.client_draft:  # its end gives a token
+                    self._plan_decode(plan, sequence, 0, 0)
 
     def check_integrity(self) -> None:
         self.blocks.check_integrity()

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from faser_backend.core.config import MAX_NUM_SEQS
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
@@ -178,9 +179,8 @@ class ThroughputPolicy:
         why = {"tokens_per_us": self._price, "scores": self._scores, "reason": reason, "prefills_draft": not rests}
         if score.mode is None:
             return Decision([0] * size, **why)
-        slots = [each.slot for each in sequences]
-        offsets = np.zeros(1 + max(slots))  # by slot
-        offsets[slots] = self._acceptance.offsets(sequences)
+        offsets = np.zeros(MAX_NUM_SEQS)  # by slot, also of those whose prompts the step reads
+        offsets[[each.slot for each in sequences]] = self._acceptance.offsets(sequences)
         longest = MAX_ADAPTIVE_TOKENS
         if self._acceptance.num_tests < PROBE_TESTS:  # nobody knows yet whether anything is accepted
             longest = max(PROBE_TOKENS // size, 1)
@@ -239,9 +239,9 @@ class ThroughputPolicy:
         self._errors.observe_step(record, self._predicted, knows_who=knows_who)
         if is_first:  # predictions were guesses until now
             self._num_decided = MAX_INTERVAL
-        score = self.chosen
+        score, sizes = self.chosen, {record.num_tokens.size, len(decision.num_draft_tokens), self._weighed_size}
         if not has_drafted or score is None or self._explorer.current is not None or record.plan.draft_prefills:
             return
-        is_as_predicted = score.mode is decision.mode and record.num_tokens.size == self._weighed_size
+        is_as_predicted = score.mode is decision.mode and len(sizes) == 1  # the step has read no prompt to its end
         if is_as_predicted and decision.mode is not PipelineMode.RUN_AHEAD:
             self._yield.observe(record, score)

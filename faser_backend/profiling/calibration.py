@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import WHOLE, Decision, ExitView, Pruner
+from faser_backend.core.decision import Decision, ExitView, Pruner
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, Sampling
@@ -25,6 +25,7 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
+from faser_backend.policy.baselines import WithoutLearning
 from faser_backend.policy.calibration import (
     KINDS,
     MarginCounts,
@@ -91,20 +92,14 @@ class Chains:
         )
 
 
-class ProbePolicy:
+class ProbePolicy(WithoutLearning):
     """A policy for measuring: a fixed length for all sequences, and one pruner."""
-
-    is_drafting = True
-    partitions = (WHOLE,)
 
     def __init__(self, num_draft_tokens: int, pruner: Pruner | None = None) -> None:
         self._num_draft_tokens, self._pruner = num_draft_tokens, pruner
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         return Decision([self._num_draft_tokens] * len(sequences), pruner=self._pruner)
-
-    def observe(self, record: StepRecord) -> None:
-        """Learns nothing."""
 
 
 class ChainRecorder:

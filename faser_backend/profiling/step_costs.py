@@ -191,7 +191,7 @@ def phases_of_steps(
                 break
             continue
         spent = {name: ns - before.get(name, 0) for name, ns in after.phase_times_ns.items()}
-        if not spent.get("prefill_model", 0) and len(outputs) == num_sequences:
+        if not after.num_context_tokens and len(outputs) == num_sequences:
             steps.append(spent | {WALL: wall_ns})
     for index in range(num_sequences):
         engine.cancel(f"profile-{index}")

@@ -63,4 +63,3 @@ def make_oracle(engine: Engine, costs: CostModel) -> None:
     """Replaces an engine's policy by the oracle. Call before its first step."""
     oracle = ReplayOracle(costs)
     engine.step_runner.scheduler.policy = oracle
-    engine.step_runner.observers[0] = oracle.observe  # the policy's own, always the first

@@ -29,6 +29,7 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.baselines import WithoutLearning
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
@@ -172,7 +173,7 @@ def _partitions(world: World, clock: SimClock, *, is_drafting: bool) -> dict[str
     }
 
 
-class OraclePolicy:
+class OraclePolicy(WithoutLearning):
     """The oracle: drafts exactly the tokens that will be accepted, and so verifies only rows that emit one.
 
     A SpeculationPolicy that reads the planted outcomes, which none that serves can know. Of what will be accepted it
@@ -180,9 +181,6 @@ class OraclePolicy:
     its chains are no longer than those of policies that adapt. It looks no further than a step: where draft calls are
     expensive and requests come one by one, a policy whose steps are shorter may answer sooner.
     """
-
-    is_drafting = True
-    partitions = (WHOLE,)
 
     def __init__(self, outcomes: Outcomes, costs: CostModel) -> None:
         self._outcomes = outcomes
@@ -195,9 +193,6 @@ class OraclePolicy:
         context = self._costs.batch_context([float(sequence.num_tokens) for sequence in sequences])
         best = int(np.argmax(rows / self._step_us(rows, accepted, lengths, context)))
         return Decision(np.minimum(accepted, best).tolist())
-
-    def observe(self, record: StepRecord) -> None:
-        """Learns nothing."""
 
     def _num_accepted(self, sequence: RunningSequence) -> int:
         found = self._outcomes.num_accepted(sequence.slot, sequence.num_tokens)

@@ -136,8 +136,8 @@ class SimRunner:
         overhead = self._costs.overhead
         if self._model == DRAFT:
             return float(overhead.draft_call(rows.num_sequences))
-        num_rows = rows.logit_rows.size  # of the verification; prompts that the call also reads lie behind them
-        size = int(np.searchsorted(rows.cu_rows, num_rows))
+        num_rows = rows.logit_rows.size  # of the verification; prompts that the call also reads have none
+        size = int(np.count_nonzero(np.diff(np.searchsorted(rows.logit_rows, rows.cu_rows))))
         return float(overhead.step(size, num_rows) + (num_rows > size) * overhead.draft_round(size))
 
 

@@ -79,28 +79,28 @@ def tokens_of(outcome: Outcome) -> list[list[int]]:
     return [answer.token_ids for answer in outcome.answers]
 
 
-PROMPT_US = (100 + 4 * 10) + 20  # four tokens before the anchor, through both models
+PROMPT_US = (100 + 4 * 10) + (100 + 10) + 20  # four tokens, the anchor (padded calls do not mix), and the draft
 
 
 def test_time_of_a_serial_run_in_which_all_is_accepted():
-    # Three rounds of two draft calls and three rows give nine tokens.
-    assert makespan_us(run(world(certain(ALWAYS)), trace_of((5, 9)))) == PROMPT_US + 3 * (2 * 20 + 100 + 3 * 10)
+    # Three rounds of two draft calls and three rows give nine tokens behind the first.
+    assert makespan_us(run(world(certain(ALWAYS)), trace_of((5, 10)))) == PROMPT_US + 3 * (2 * 20 + 100 + 3 * 10)
 
 
 def test_time_of_a_serial_run_in_which_nothing_is_accepted():
     # Two, one and no draft tokens: a request never drafts past its end.
     rounds = (2 * 20 + 130) + (20 + 120) + 110
-    outcome = run(world(certain(NEVER)), trace_of((5, 3)))
+    outcome = run(world(certain(NEVER)), trace_of((5, 4)))
     assert makespan_us(outcome) == PROMPT_US + rounds
     assert outcome.summary()["mean_accepted"] == 0
 
 
 def test_overhead_is_charged_once_per_step_and_draft_call():
     overhead = OverheadCost(7.0, 2.0, 1.0, 5.0, 3.0, 0.0, 0.0, 0.0)
-    extra = makespan_us(run(world(certain(ALWAYS), overhead), trace_of((5, 9)))) - makespan_us(
-        run(world(certain(ALWAYS)), trace_of((5, 9)))
+    extra = makespan_us(run(world(certain(ALWAYS), overhead), trace_of((5, 10)))) - makespan_us(
+        run(world(certain(ALWAYS)), trace_of((5, 10)))
     )
-    assert extra == 3 * ((7 + 2 + 3 * 1) + 2 * (5 + 3))
+    assert extra == (7 + 2 + 1) + 3 * ((7 + 2 + 3 * 1) + 2 * (5 + 3))
 
 
 def two_tokens(mode: PipelineMode, trim: TrimRule | None = None) -> Forced:
@@ -113,15 +113,17 @@ TRIMMING = replace(FREE, trim_us=7.0, trim_sequence_us=3.0)
 
 def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends():
     where, freely = world(certain(ALWAYS), TRIMMING), world(certain(ALWAYS))
-    trace, records = trace_of((5, 9), (5, 8)), list[StepRecord]()
+    trace, records = trace_of((5, 10), (5, 9)), list[StepRecord]()
     trimmed = two_tokens(PipelineMode.SERIAL, ADMITS_ALL)
     extra = makespan_us(run(where, trace, chosen=trimmed, observer=records.append)) - makespan_us(
         run(freely, trace, chosen=trimmed)
     )
     # In the last of three rounds the second request has two tokens to go and drafts one.
-    assert [record.frontier.num_drafted.tolist() for record in records] == [[2, 2], [2, 2], [2, 1]]
-    assert [record.propose_us for record in records] == [2 * 20 + 2 * (7 + 2 * 3)] * 2 + [2 * 20 + 2 * 7 + 3 * 3]
-    assert [record.step_us - record.propose_us - record.verify_us for record in records[1:]] == [0, 0]
+    first, *rounds = records
+    assert [record.frontier.num_drafted.tolist() for record in rounds] == [[2, 2], [2, 2], [2, 1]]
+    assert first.propose_us == 0
+    assert [record.propose_us for record in rounds] == [2 * 20 + 2 * (7 + 2 * 3)] * 2 + [2 * 20 + 2 * 7 + 3 * 3]
+    assert [record.step_us - record.propose_us - record.verify_us for record in rounds[1:]] == [0, 0]
     assert extra == 2 * 2 * (7 + 2 * 3) + 2 * 7 + 3 * 3
     assert makespan_us(run(where, trace)) == makespan_us(run(freely, trace)), "no decision depends on confidence"
 
@@ -144,8 +146,7 @@ def test_an_overlapped_step_takes_the_longer_of_its_phases():
 def test_an_arrival_waits_for_the_step_that_runs():
     outcome = run(world(certain(ALWAYS)), trace_of((5, 9), (1, 1), gap_s=1e-6), "none")
     waited_us = (outcome.answers[1].response_s[0] - outcome.answers[0].start_s) * 1e6 - 1
-    # The first prompt (no draft: it is plain decoding), a step in which it decodes alone while the second is
-    # admitted, and one in which both decode.
+    # The step of the first prompt and its first token (no draft: it is plain decoding), and one in which both decode.
     assert waited_us == pytest.approx(140 + 110 + 120 - 1, abs=0.01)
 
 
@@ -153,7 +154,7 @@ def test_a_prompt_beside_a_verification_pays_for_its_rows_alone():
     records, where = list[StepRecord](), world(certain(ALWAYS))
     where = replace(where, costs=replace(where.costs, is_padded=False))
     run(where, trace_of((5, 40), (41, 9), gap_s=3e-4), observer=records.append)
-    (mixed,) = [record for record in records if record.num_mixed_rows]
+    _, mixed = (record for record in records if record.num_mixed_rows)
     num_rows = int(mixed.frontier.num_rows.sum())
     assert mixed.num_mixed_rows == 40
     assert mixed.verify_us == 100 + 10 * (num_rows + 40), "the fixed part of a call once"

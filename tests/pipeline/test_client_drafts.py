@@ -235,7 +235,7 @@ def test_times_of_steps_with_guesses_are_nobodys(name: str, monkeypatch: pytest.
     def lesson(*args: object, **options: object) -> None:
         steps.append(current[0].has_clients)
 
-    fake.step_runner.observers[0] = watched
+    monkeypatch.setattr(policy, "observe", watched)
     if isinstance(policy, ThroughputPolicy):
         monkeypatch.setattr(policy._errors, "observe", lesson)
         monkeypatch.setattr(policy._yield, "observe", lesson)

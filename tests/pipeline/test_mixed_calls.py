@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ from tests.pipeline.test_isolation import ParityGrammar
 from tests.support.fakes import HashRunner
 from tests.support.forced_engine import POLICIES, open_forced
 from tests.support.forcing import always, forced, random_lengths
-from tests.support.harness import FakeEngine, drive, fake_engine, open_fake, request
+from tests.support.harness import BLOCK, FakeEngine, drive, fake_engine, open_fake, request
 
 SERIAL = PipelineMode.SERIAL
 
@@ -91,7 +92,23 @@ def test_faults_of_such_calls_are_seen(fault: str, monkeypatch: pytest.MonkeyPat
     fake = open_fake("fixed:2")
     if fault == "swayed":
         fake.targets[0].__class__ = Swayed
-    assert drive(fake.engine, requests, seed=0, check=False).tokens != alone(requests)
+    with nullcontext() if fault == "swayed" else pytest.raises(AssertionError, match="never written is read"):
+        assert drive(fake.engine, requests, seed=0, check=False).tokens != alone(requests)
+
+
+@pytest.mark.parametrize("mode", list(PipelineMode))
+def test_a_prompt_gives_a_token_in_the_step_that_ends_it(mode: PipelineMode, monkeypatch: pytest.MonkeyPatch):
+    """A client's draft is verified in the next one. Policies learn from steps that they decided about."""
+    fake = open_forced("fixed:3", forced(mode))
+    seen, learned, is_first = records_of(fake), list[StepRecord](), []
+    monkeypatch.setattr(fake.step_runner.scheduler.policy, "observe", learned.append)
+    shared = [2] * (2 * BLOCK + 1)
+    prompts = {"new": [1] * 9, "beside": shared, "reused": shared, "short": [3], "drafted": [4] * 5}
+    for name, prompt in prompts.items():
+        fake.engine.submit(request(name, prompt, 30, draft_ids=(1, 2) if name == "drafted" else ()))
+        is_first.append(name in {output.request_id for output in fake.engine.step()})
+    assert is_first == [True, True, True, True, False] and fake.engine.metrics().num_reused_blocks == 2
+    assert learned == seen[1:], "who is read alone was not decided about"
 
 
 @pytest.mark.parametrize("mode", list(PipelineMode))
@@ -101,7 +118,7 @@ def test_serial_steps_share_a_call_that_takes_no_exit(mode: PipelineMode, has_pr
     seen = records_of(fake)
     drive(fake.engine, random_requests(0, 9), seed=0)
     reading = [record for record in seen if record.plan.prefills]
-    mixed = [record for record in reading if record.num_mixed_rows]
+    mixed = [record for record in reading if record.num_mixed_rows and record.plan.decision.num_draft_tokens]
     assert reading and bool(mixed) == (mode is SERIAL)
     for record in mixed:
         assert (record.frontier.num_rows == record.verification.num_kept).all()

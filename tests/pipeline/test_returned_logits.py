@@ -207,9 +207,11 @@ def test_a_prompt_whose_logits_are_wanted_is_run_by_itself_and_those_of_others_a
         calls = watch_calls(fake.targets[0])
         outputs_of(fake.engine, requests)
         calls_of[name] = [(rows.token_ids.tolist(), rows.logit_rows.tolist()) for rows in calls]
-    assert calls_of["alone"][0] == calls_of["beside"][0] and calls_of["alone"][0][1] == [], "no logits of these"
+    ends = np.cumsum([9, 10, 11]) - 1
+    assert calls_of["alone"][0] == ([0] * 9 + [1] * 10 + [2] * 11, ends.tolist()), "logits of their ends alone"
+    assert calls_of["beside"][0] == ([0] * 8 + [1] * 9 + [2] * 10, [])
     assert calls_of["beside"][1] == ([7] * 10, list(range(10)))
-    assert len(calls_of["beside"]) == len(calls_of["alone"]) + 1
+    assert calls_of["beside"][2] == ([0, 1, 2, 7], list(range(4)))
 
 
 @pytest.mark.parametrize("mode", PipelineMode)

@@ -118,16 +118,16 @@ def test_who_opts_out_decodes_in_every_step(mode: PipelineMode):
         plan = sched.schedule(in_flight)
         assert set(silent) <= set(plan.decodes) and not set(silent) & set(plan.drafts)
         in_flight = carry_out(sched, plan)
-    assert all(sequence.num_output_tokens == 6 for sequence in silent)
+    assert all(sequence.num_output_tokens == 1 + 6 for sequence in silent)
 
 
 def test_lengths_ahead_leave_room_for_what_flies():
-    (sequence,) = sequences(1, max_tokens=6)
+    (sequence,) = sequences(1, max_tokens=7)
     sched = started(scheduler(forced(RUN_AHEAD)), [sequence])
     in_flight = carry_out(sched, sched.schedule(InFlight.empty()))
     assert in_flight.frontier.num_drafted.tolist() == [4]
     plan = sched.schedule(in_flight)
-    assert plan.num_ahead_tokens == [1]  # 6 - 4 in flight - the token that ends the round
+    assert plan.num_ahead_tokens == [1]  # 7 - 1 behind the prompt - 4 in flight - the token that ends the round
 
 
 @pytest.mark.parametrize(("mode", "num_rows"), [(SERIAL, 80), (RUN_AHEAD, 80), (PING_PONG, 40)])
@@ -157,11 +157,11 @@ def test_a_mode_switch_verifies_what_flies():
 
 def test_without_blocks_to_draft_ahead_it_decodes():
     """Drafting for later is given up before anybody is preempted, and never stops who flies."""
-    (sequence,) = sequences(1, num_prompt=14, max_tokens=8)
+    (sequence,) = sequences(1, num_prompt=13, max_tokens=9)
     sched = started(scheduler(forced(RUN_AHEAD), "fixed:8", num_blocks=4), [sequence])
     plan = sched.schedule(InFlight.empty())  # 14 tokens + 7 drafts need 6 blocks of 4
     assert plan.drafts == [] and plan.decodes == [sequence] and plan.preempted == []
-    (sequence,) = sequences(1, num_prompt=14, max_tokens=20)
+    (sequence,) = sequences(1, num_prompt=13, max_tokens=21)
     sched = started(scheduler(forced(RUN_AHEAD), "fixed:2", num_blocks=4), [sequence])
     in_flight = carry_out(sched, sched.schedule(InFlight.empty()))
     plan = sched.schedule(in_flight)  # the chain of 2 flies, the 2 behind it need a fifth block
@@ -169,7 +169,7 @@ def test_without_blocks_to_draft_ahead_it_decodes():
 
 
 def test_preemption_takes_the_chain_along():
-    old, new = sequences(2, num_prompt=11, max_tokens=20)
+    old, new = sequences(2, num_prompt=10, max_tokens=21)
     sched = started(scheduler(forced(RUN_AHEAD), "fixed:1", num_blocks=7), [old, new])
     in_flight = carry_out(sched, sched.schedule(InFlight.empty()))
     assert set(in_flight.sequences) == {old, new}
