@@ -8,6 +8,7 @@ and values. Full TensorRT maps the ops `faser::AttendSplits` and `faser::Combine
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import asdict
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.graph import GraphBuilder
@@ -134,7 +135,7 @@ class PluginAttention(AttentionBody):
         inputs = [*packed, *self._pools(layer), "block_table", "cu_rows", "context_lens", "slot_mapping"]
         outs = [f"{name}.{layer}" for name in ATTEND_OUTPUTS]
         assert self.geometry is not None, "a plugin needs its attributes"
-        plugin = {**self.geometry.as_fields(), "plugin_namespace": NAMESPACE, "plugin_version": VERSION}
+        plugin = {**asdict(self.geometry), "plugin_namespace": NAMESPACE, "plugin_version": VERSION}
         g.ops(ATTEND_OP, *inputs, outs=outs, domain=NAMESPACE, **plugin)
         values = dict(zip((*ATTENTION_INPUTS, *ATTEND_OUTPUTS), (*inputs, *outs), strict=True))
         mixed = g.op(COMBINE_OP, *(values[name] for name in COMBINE_INPUTS), domain=NAMESPACE, **plugin)  # [T, H, hd]

@@ -108,7 +108,9 @@ def build_engines(
     formats = {side: choose_weights(runtime, requested[side], weights) for side, weights in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
-    _check_experts(runtime, specs)
+    for name, spec in specs.items():
+        if spec.num_experts and not RUNTIMES[runtime].has_experts:
+            raise CheckpointError(f"runtime = {runtime!r}: does not support experts ({name}: {spec.family})")
     _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
     cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
     _check_room(output, sum(_num_bytes(pair.weights[side], form, dtype) for side, form in formats.items()))
@@ -249,12 +251,6 @@ def _check_room(output: Path, num_bytes: int) -> None:
         files.check_room(output.parent, num_bytes, "the engine directory")
     except files.FileError as error:
         raise CheckpointError(f"output_dir = {error}") from None
-
-
-def _check_experts(runtime: str, specs: dict[str, ModelSpec]) -> None:
-    for name, spec in specs.items():
-        if spec.num_experts and not RUNTIMES[runtime].has_experts:
-            raise CheckpointError(f"runtime = {runtime!r}: does not support experts ({name}: {spec.family})")
 
 
 def _check_exit_layers(exit_layers: tuple[int, ...], spec: ModelSpec, *, has_draft: bool) -> None:

@@ -82,9 +82,6 @@ class Geometry:
         """The number of query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
-    def as_fields(self) -> dict[str, int]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
     @classmethod
     def from_fields(cls, values: Mapping[str, int]) -> Geometry:
         """Makes the geometry from attributes, whose names TensorRT has checked."""

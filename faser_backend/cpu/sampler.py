@@ -64,14 +64,6 @@ class SlotParameters:
         for flags in (self.is_active, self.is_random, self.has_rules, self.has_filters, self.is_special):
             flags[slot] = False
 
-    def check_free(self, slot: int) -> None:
-        if self.is_active[slot]:
-            raise ValueError(f"slot {slot} is in use; remove it first")
-
-    def check_active(self, slot: int) -> None:
-        if not self.is_active[slot]:
-            raise ValueError(f"slot {slot} is not in use")
-
     def check_integrity(self) -> None:
         for flags in (self.is_random, self.has_rules, self.has_filters, self.is_special):
             assert not (flags & ~self.is_active).any(), "a free slot keeps state"
@@ -110,14 +102,16 @@ class NumpySampler:
         end_ids: tuple[int, ...],
     ) -> None:
         """See core.ports.Sampler. The parameters are valid (Sampling.validate)."""
-        self.parameters.check_free(slot)
+        if self.parameters.is_active[slot]:
+            raise ValueError(f"slot {slot} is in use; remove it first")
         rules = (slot, sampling, token_ids, num_prompt_tokens, end_ids)
         has_rules = self._noting_failure(slot, False, self._rules.add, *rules)
         self.parameters.add(slot, sampling, has_rules=has_rules)
         self._count()
 
     def remove(self, slot: int) -> None:
-        self.parameters.check_active(slot)
+        if not self.parameters.is_active[slot]:
+            raise ValueError(f"slot {slot} is not in use")
         self._rules.remove(slot)
         self.failures.pop(slot, None)
         self.parameters.remove(slot)

@@ -1,7 +1,7 @@
 """Estimates the memory and time of a benchmark before it begins, and reduces the benchmark to what is available.
 
-All engines are open at once, because they alternate. Engines of one directory share one mapped weight file if the
-runtime maps it. Each has its own KV pools.
+All engines are open at once, because they alternate. Engines of one directory on a CPU share one mapped weight
+file. Each has its own KV pools.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def plan_memory(manifest: EngineManifest, num_engines: int, available_bytes: int
         return MemoryPlan(wanted)
     available = available_memory() if available_bytes is None else available_bytes
     block_bytes = sum(KvPool.bytes_per_block(m.spec, size, manifest.kv_cache_dtype) for m in models.present)
-    copies = 1 if manifest.runtime == "llvm" else num_engines  # of the weights
-    fixed = copies * sum(model.num_weight_bytes for model in models.present) + num_engines * ENGINE_BYTES
+    fixed = sum(model.num_weight_bytes for model in models.present) + num_engines * ENGINE_BYTES
     fitting = int((available - fixed) * POOL_SHARE) // (block_bytes * num_engines)
     num_blocks = max(min(wanted, fitting), -(-models.max_context // size))
     num_bytes = fixed + num_engines * num_blocks * block_bytes

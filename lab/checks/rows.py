@@ -44,25 +44,21 @@ def main() -> None:
         model, rng = target.manifest.target, np.random.default_rng(0)
         tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in {*counts, *prompts}}
 
-        def call_ms(count: int) -> float:
+        def call_ms(count: int, context: int, num_logits: int) -> float:
             began = time.perf_counter()
-            target.logits(tokens[count], args.context, count if args.logits == "all" else 1)
+            target.logits(tokens[count], context, num_logits)
             return 1e3 * (time.perf_counter() - began)
 
-        def prompt_ms(count: int) -> float:
-            began = time.perf_counter()
-            target.logits(tokens[count])
-            return 1e3 * (time.perf_counter() - began)
-
-        for count in counts:
-            call_ms(count)
+        calls = [(count, args.context, count if args.logits == "all" else 1) for count in counts]
+        for call in calls:
+            call_ms(*call)
         for _ in range(args.repeats):
             rates.append((limits.bandwidth(), limits.peak()))
-            for count in counts:
-                call_ms(count)  # weights and rows of the limits leave the caches
-                times[count].append(call_ms(count))
+            for call in calls:
+                call_ms(*call)  # weights and rows of the limits leave the caches
+                times[call[0]].append(call_ms(*call))
             for count in prompts:
-                prompt_times[count].append(prompt_ms(count))
+                prompt_times[count].append(call_ms(count, 0, 1))
     bandwidth, peak = map(statistics.median, zip(*rates, strict=True))
     quartiles = {count: statistics.quantiles(found, n=4) for count, found in times.items()}
     floor_ms = 1e3 * model.num_weight_bytes / bandwidth

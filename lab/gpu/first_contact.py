@@ -23,6 +23,7 @@ from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.pairs import DTYPE, checked_device, opened_pair, write_untrained_head
 from faser_backend.lab.gpu.speed import copy_bytes_per_s, median_us
 from faser_backend.lab.shapes import PAIRS, TINY_PAIR, weight_count
+from faser_backend.pipeline.rows import run_model
 from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.serving.parameters import ServingOptions
 from faser_backend.triton.engine_host import EngineHost
@@ -180,11 +181,7 @@ def _time_steps(context: Context, stack: ExitStack, found: Result) -> None:
             tables = np.arange(count)[:, None] % 1024
             rows = RowBatch(nothing, np.arange(count + 1), nothing, tables, np.arange(count))
 
-            def step(runner: Any = runner, rows: RowBatch = rows) -> None:
-                hidden = None
-                for segment in range(runner.num_segments):
-                    hidden = runner.run_segment(segment, rows, hidden)
-
+            step = partial(run_model, runner, rows)
             step()
             step()  # captures
             us = median_us(context.device, step)

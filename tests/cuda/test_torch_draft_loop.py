@@ -18,8 +18,9 @@ from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import PreparedCall
 from faser_backend.manifest import ModelEngine
+from faser_backend.pipeline.rows import run_model
 from tests.cuda.test_draft_loop import FakeLoop
-from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_segments, write_checkpoint
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, write_checkpoint
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS = 90, 4, 11
@@ -70,7 +71,7 @@ class Drafting:
         if who.size:
             tokens = [self.tokens[i] for i in who]
             rows = make_rows(tokens, [0] * who.size, self.seen[who].tolist(), self.tables[who], np.zeros(0, np.int64))
-            run_segments(runner, rows)
+            run_model(runner, rows)
 
     def rows(self):
         last = np.cumsum(self.num_rows) - 1

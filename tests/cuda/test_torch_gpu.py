@@ -13,7 +13,8 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.manifest import ModelEngine
-from tests.support.tiny_models import make_rows, run_segments, write_checkpoint
+from faser_backend.pipeline.rows import run_model
+from tests.support.tiny_models import make_rows, write_checkpoint
 from tests.support.torch_engines import open_torch_runner, write_torch_engine
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
@@ -63,12 +64,12 @@ def ragged_steps(seed: int) -> Iterator[RowBatch]:
 
 def test_a_graph_gives_bit_for_bit_what_the_eager_call_gave(runner: CudaRunner) -> None:
     rows = list(ragged_steps(2))
-    run_segments(runner, rows[0]).clone()
+    run_model(runner, rows[0]).clone()
     storage = runner.pool.storage.clone()
     results = []
     for _ in range(4):  # eager, captured, replayed twice
         runner.pool.storage.copy_(storage)
-        results.append(run_segments(runner, rows[1]).clone())
+        results.append(run_model(runner, rows[1]).clone())
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], atol=0, rtol=0)
 
@@ -79,6 +80,6 @@ def test_a_warm_call_waits_for_nothing(runner: CudaRunner) -> None:
     for warm in range(4):
         with never_waiting() if warm == 3 else torch.cuda.device(torch.cuda.current_device()):
             for rows in steps:
-                run_segments(runner, rows).clone()
+                run_model(runner, rows).clone()
             hidden, _ = runner.run_segment_with_scores(0, steps[1], None, candidates)
             runner.take_rows(hidden, np.array([0, 2]))

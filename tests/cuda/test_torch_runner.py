@@ -17,7 +17,8 @@ from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.segment import Launch
 from faser_backend.manifest import ModelEngine, SegmentSpec
-from tests.support.tiny_models import make_rows, run_segments, write_checkpoint
+from faser_backend.pipeline.rows import run_model
+from tests.support.tiny_models import make_rows, write_checkpoint
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
@@ -101,14 +102,12 @@ def test_padding_changes_nothing(built: tuple[ModelEngine, Path], runner: CudaRu
     sequences = [rng.integers(0, 97, 12) for _ in range(3)]
     tables = np.array([[4, 9, 2], [30, 11, 12], [21, 20, 6]])
     counts = [5, 1, 3]
-    together = run_segments(runner, make_rows(sequences, [0, 0, 0], counts, tables)).clone()
+    together = run_model(runner, make_rows(sequences, [0, 0, 0], counts, tables)).clone()
     storage = runner.pool.storage.clone()
     exact = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, limits=CallBounds(9, 3, 5, 3, 9, 0))
-    torch.testing.assert_close(run_segments(exact, make_rows(sequences, [0, 0, 0], counts, tables)).clone(), together)
+    torch.testing.assert_close(run_model(exact, make_rows(sequences, [0, 0, 0], counts, tables)).clone(), together)
     torch.testing.assert_close(exact.pool.storage, storage)
-    alone = [
-        run_segments(exact, make_rows([sequences[i]], [0], [counts[i]], tables[i : i + 1])).clone() for i in range(3)
-    ]
+    alone = [run_model(exact, make_rows([sequences[i]], [0], [counts[i]], tables[i : i + 1])).clone() for i in range(3)]
     torch.testing.assert_close(torch.cat(alone), together, atol=1e-4, rtol=0)
     assert not exact.pool.storage[:, :, :, -1].any(), "not even the scratch block is written"
 
@@ -119,7 +118,7 @@ def test_only_the_slots_of_the_rows_change(runner: CudaRunner) -> None:
     storage = runner.pool.storage
     storage.copy_(torch.from_numpy(rng.standard_normal(storage.shape).astype(np.float32)))
     before = storage.clone()
-    run_segments(runner, make_rows(sequences, [3, 6], [3, 1], np.array([[5, 9, 2], [7, 1, 20]]))).clone()
+    run_model(runner, make_rows(sequences, [3, 6], [3, 1], np.array([[5, 9, 2], [7, 1, 20]]))).clone()
     changed = (before != storage).numpy().any(axis=(0, 1, 2, 5))  # [NUM_BLOCKS + 1, BLOCK_SIZE]
     written = {(5, 3), (9, 0), (9, 1), (1, 2)}
     assert {(int(block), int(offset)) for block, offset in np.argwhere(changed)} == written
@@ -148,11 +147,11 @@ def test_runners_of_one_pool_see_each_others_tokens(built: tuple[ModelEngine, Pa
     second = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, pool=runner.pool)
     alone = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE)
     sequence, table = [np.arange(12)], np.array([[8, 3, 11]])
-    wanted = run_segments(alone, make_rows(sequence, [0], [12], table)).clone()
+    wanted = run_model(alone, make_rows(sequence, [0], [12], table)).clone()
     parts = [
-        run_segments(runner, make_rows(sequence, [0], [5], table)).clone(),
-        run_segments(second, make_rows(sequence, [5], [4], table)).clone(),
-        run_segments(runner, make_rows(sequence, [9], [3], table)).clone(),
+        run_model(runner, make_rows(sequence, [0], [5], table)).clone(),
+        run_model(second, make_rows(sequence, [5], [4], table)).clone(),
+        run_model(runner, make_rows(sequence, [9], [3], table)).clone(),
     ]
     torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-4, rtol=0)
 

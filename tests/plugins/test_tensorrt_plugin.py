@@ -6,7 +6,7 @@ A recording fake registers it, as full TensorRT cannot be installed here.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from inspect import signature
 
 import numpy as np
@@ -40,12 +40,12 @@ FLOATS, INTS = ["BF16"] * 5, ["INT32"] * 4
 
 
 def test_attributes_go_round_and_are_checked() -> None:
-    assert Geometry.from_fields(GEOMETRY.as_fields()) == GEOMETRY
-    assert tuple(GEOMETRY.as_fields()) == GEOMETRY_FIELDS
+    assert Geometry.from_fields(asdict(GEOMETRY)) == GEOMETRY
+    assert tuple(asdict(GEOMETRY)) == GEOMETRY_FIELDS
     with pytest.raises(ValueError, match=r"\.num_heads = 8: must be a multiple of 3 KV heads"):
-        Geometry.from_fields({**GEOMETRY.as_fields(), "num_kv_heads": 3})
+        Geometry.from_fields({**asdict(GEOMETRY), "num_kv_heads": 3})
     with pytest.raises(ValueError, match=r"\.head_dim = 0: must be an integer of at least 1"):
-        Geometry.from_fields({**GEOMETRY.as_fields(), "head_dim": 0})
+        Geometry.from_fields({**asdict(GEOMETRY), "head_dim": 0})
 
 
 def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
@@ -84,11 +84,11 @@ def registered() -> FakeTensorRt:
 
 
 def described(fake: FakeTensorRt, op: str, tensors: list[TensorDesc]):
-    return fake.functions[f"{NAMESPACE}::{op}"]["describe"](*tensors, **GEOMETRY.as_fields())
+    return fake.functions[f"{NAMESPACE}::{op}"]["describe"](*tensors, **asdict(GEOMETRY))
 
 
 def implemented(fake: FakeTensorRt, op: str, tensors: list[TensorDesc], outputs: tuple[TensorDesc, ...]):
-    attributes = GEOMETRY.as_fields().values()
+    attributes = asdict(GEOMETRY).values()
     return fake.functions[f"{NAMESPACE}::{op}"]["implement"](*tensors, *attributes, outputs, 0)
 
 

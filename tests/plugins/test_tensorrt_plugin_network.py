@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ class CombineSplits(OpRun):
 
 
 def check_attributes(attributes: dict) -> None:
-    assert {name: attributes[name] for name in GEOMETRY.as_fields()} == GEOMETRY.as_fields()
+    assert {name: attributes[name] for name in asdict(GEOMETRY)} == asdict(GEOMETRY)
     assert (attributes["plugin_namespace"], attributes["plugin_version"]) == (NAMESPACE, "1")
 
 
@@ -125,7 +126,7 @@ def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto,
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
     assert done.stdout.strip(), done.stderr
     made = json.loads(done.stdout)
-    assert made == GEOMETRY.as_fields()
+    assert made == asdict(GEOMETRY)
 
 
 def test_the_graph_gives_a_dense_runs_logits(model: onnx.ModelProto, source: Path) -> None:

@@ -24,6 +24,7 @@ from transformers import (
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
 from faser_backend.engines.build import build_engines
+from faser_backend.pipeline.rows import run_model
 
 torch.set_num_threads(1)
 
@@ -154,18 +155,9 @@ def make_rows(
     )
 
 
-def run_segments(runner: ModelRunner, rows: RowBatch) -> Any:
-    """Runs every segment in order. Returns the runner's own logits [R, vocab_size]."""
-    hidden = None
-    for segment in range(runner.num_segments):
-        hidden = runner.run_segment(segment, rows, hidden)
-    assert hidden is not None
-    return hidden
-
-
 def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
     """Runs every segment in order. Returns a copy of the logits [R, vocab_size]."""
-    return np.array(run_segments(runner, rows))
+    return np.array(run_model(runner, rows))
 
 
 RaggedCall = tuple[list[np.ndarray], list[int], list[int], np.ndarray]  # arguments of make_rows
