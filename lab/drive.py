@@ -34,18 +34,6 @@ TURN_S = 0.1  # a few of the longest steps; caches are cold for every engine whe
 T = TypeVar("T")
 
 
-class Feed(Protocol):
-    """A schedule of submissions, in seconds since the start of the run."""
-
-    def num_due(self, now_s: float, num_ended: int) -> int:
-        """Returns the number of requests that are due."""
-        ...
-
-    def due_s(self, index: int, now_s: float) -> float:
-        """Returns the time at which request `index` is due."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
     """A schedule that keeps num_clients requests in flight."""
@@ -53,9 +41,11 @@ class ClosedLoop:
     num_clients: int
 
     def num_due(self, now_s: float, num_ended: int) -> int:
+        """Returns the number of requests that are due; times are in seconds since the start of the run."""
         return self.num_clients + num_ended
 
     def due_s(self, index: int, now_s: float) -> float:
+        """Returns the time at which request `index` is due."""
         return now_s
 
 
@@ -70,6 +60,9 @@ class OpenLoop:
 
     def due_s(self, index: int, now_s: float) -> float:
         return self.arrivals_s[index]
+
+
+Feed = ClosedLoop | OpenLoop
 
 
 class RunClock(Protocol):

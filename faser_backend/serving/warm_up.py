@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -57,13 +58,6 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     _log.info("warmed up with %d batches; ready after %.1f s", num_batches, num_s)
 
 
-@runtime_checkable
-class HasMenu(Protocol):
-    """A runner or draft loop whose possible calls are known."""
-
-    capture_menu: Callable[..., None]
-
-
 def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
     """Captures the calls of every target, draft and draft loop, on the thread that will run them."""
     for partition in partitions:
@@ -71,13 +65,13 @@ def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
         on_target = lanes.on_target if lanes is not None else _here
         on_draft = lanes.on_draft if lanes is not None else _here
         num_candidates = NUM_CANDIDATES if partition.target.exits else 0
-        target, draft, loop = partition.target, partition.draft, partition.draft_loop
-        if isinstance(target, HasMenu):
-            on_target(lambda target=target, count=num_candidates: target.capture_menu(count))
-        if isinstance(draft, HasMenu):
-            on_draft(lambda draft=draft: draft.capture_menu(0))
-        if isinstance(loop, HasMenu):
-            on_draft(lambda loop=loop, count=num_candidates: loop.capture_menu(max_num_seqs, count))
+        for run, captured, arguments in (
+            (on_target, partition.target, (num_candidates,)),
+            (on_draft, partition.draft, (0,)),
+            (on_draft, partition.draft_loop, (max_num_seqs, num_candidates)),
+        ):
+            if (capture := getattr(captured, "capture_menu", None)) is not None:  # all possible calls are known
+                run(partial(capture, *arguments))
 
 
 def _here(work: Callable[[], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,7 +234,12 @@ def test_one_fetch_per_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     device.add(1, KINDS["temperature"], np.array([1]), 1, ())
     fetches = []
     to_host = sampler_module.to_host
-    monkeypatch.setattr(sampler_module, "to_host", lambda *tensors: fetches.append(len(tensors)) or to_host(*tensors))
+
+    def counted(*tensors: torch.Tensor, **more: Any) -> list[np.ndarray]:
+        fetches.append(len(tensors))
+        return to_host(*tensors, **more)
+
+    monkeypatch.setattr(sampler_module, "to_host", counted)
     logits = torch.randn((6, 64), generator=torch.Generator().manual_seed(0))
     device.sample_draft(logits, one_row_each(np.array([0, 1, 0, 1, 0, 1])), 2)
     device.sample(logits, one_row_each(np.array([0, 1, 0, 1, 0, 1])))
