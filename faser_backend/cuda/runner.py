@@ -208,20 +208,15 @@ class CudaRunner:
             call = self._calls[segment].get(bounds)
         else:  # a large prompt chunk: temporary tensors, which the allocator takes back
             call = self._open_call(segment, bounds, TensorStore(self._device), captures=False)
-        self._fill(call.inputs, rows, bounds, candidates)
+        block_size, inputs = self.pool.kv_block_size, call.inputs
+        used = inputs.block[: inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))]
+        upload(used, lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates))
         if call.hidden is not None:
             assert hidden is not None, f"segment {segment} needs the hidden states of the segment before"
             if hidden.data_ptr() != call.hidden.data_ptr():  # equal if no row was pruned after the segment before
                 call.hidden[: rows.num_rows].copy_(hidden, non_blocking=True)
         call.launch()
         return call
-
-    def _fill(self, inputs: InputBlock, rows: RowBatch, bounds: CallBounds, candidates: np.ndarray | None) -> None:
-        block_size = self.pool.kv_block_size
-        num_bytes = inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))
-        upload(
-            inputs.block[:num_bytes], lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates)
-        )
 
     def _open_call(self, index: int, bounds: CallBounds, store: TensorStore, *, captures: bool) -> _Call:
         inputs = InputBlock(self._filled_inputs(index, bounds), bounds, self._device)

@@ -66,10 +66,8 @@ def plan_memory(manifest: EngineManifest, num_engines: int, available_bytes: int
 
 def available_memory() -> int:
     """Returns the bytes that can be allocated without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise ConfigError("/proc/meminfo: has no MemAvailable")
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 @dataclass(frozen=True, slots=True)

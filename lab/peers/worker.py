@@ -1,6 +1,6 @@
 """Libraries that answer a benchmark in their own process, over JSON lines: an order in, its answers out.
 
-`python -m lab.peers.worker LIBRARY MODEL ...` runs under a Python that has the library and perhaps none of our
+`python -m lab.peers.worker MODEL ...` runs under a Python that has the library and perhaps none of our
 packages. An order is {"num_clients": n, "jobs": [fields of lab.answers.Job]}. The reply is {"seconds": s, "answers":
 [fields of lab.answers.Answer, without the digest]}, with times of time.perf_counter.
 """
@@ -101,16 +101,14 @@ def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
 
 
 def main() -> None:
-    libraries = {"openvino": with_openvino}
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", choices=libraries)
     parser.add_argument("model")
     parser.add_argument("--num-draft", type=int, default=0, help="Draft this many tokens by prompt lookup (0: none).")
     parser.add_argument("--precision", help="Set OpenVINO's arithmetic to f32 or bf16.")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--end-id", type=int, required=True)
     args = parser.parse_args()
-    serve(*libraries[args.library](args))
+    serve(*with_openvino(args))
 
 
 if __name__ == "__main__":
