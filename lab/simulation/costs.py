@@ -20,11 +20,11 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.lab.shapes import Machine, Pair, head_weights, kv_bytes_per_token, layer_weights, stored_count
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 
-BANDWIDTH_EFFICIENCY = 0.80  # of the memory's peak, streaming weights or KV
+BANDWIDTH_EFFICIENCY = 0.85  # of the memory's peak, streaming weights or KV: of an 8B model on an H100
 MATMUL_EFFICIENCY = 0.65  # of peak arithmetic, activations and norms included
 ATTENTION_EFFICIENCY = 0.40  # of peak arithmetic
 SHARPNESS = 4.0  # of the bend between memory- and arithmetic-bound
-LAYER_FLOOR_US = 12.0  # launches and small kernels of a layer, in a CUDA graph
+LAYER_FLOOR_US = 34.0  # launches and small kernels of a layer, in a CUDA graph: of a 0.6B model on an H100
 ALL_REDUCE_US = 8.0  # latency of one all-reduce; two per layer
 MEMORY_SHARE = 0.90  # of a GPU, for weights and KV
 ACTIVATION_BYTES = 2e9  # per GPU
