@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.plan import StepPlan
+from faser_backend.core.plan import InFlight, StepPlan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,6 +29,8 @@ class StepRecord:
     overlap_us: float  # while both phases ran
     num_mixed_rows: int = 0  # of prompts, in the verification's call; verify_us includes them
     draft_prefill_us: float = 0.0  # while the host saw the draft read prompts; a GPU may work on them afterwards
+    # Chains that an overlapped step drafted for later ones, one per entry of plan.drafts.
+    ahead: InFlight = field(default_factory=InFlight.empty)
 
     @property
     def step_us(self) -> float:

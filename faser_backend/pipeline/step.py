@@ -138,6 +138,7 @@ class StepRunner:
             overlap_us=phases.verifying.overlap_us(phases.proposing),
             num_mixed_rows=0 if prompts is None else prompts.num_rows - prompts.logit_rows.size,
             draft_prefill_us=draft_prefill_us,
+            ahead=phases.ahead,
         )
         for observe in self.observers:
             observe(record)

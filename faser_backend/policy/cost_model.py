@@ -303,12 +303,11 @@ class TimeErrors:
         times = known.of(size, context, partition)
         num_rows = int(record.verification.num_kept.sum())
         verify_us = float(times.verify_us[min(num_rows - size, times.verify_us.size - 1)])
+        chains, drafting = record.frontier, times
         if plan.drafts:
-            lengths = np.array(plan.num_ahead_tokens)
-            drafting = known.of(lengths.size, context, partition)
+            chains, drafting = record.ahead.frontier, known.of(len(plan.drafts), context, partition)
             verify_us += times.lanes_us
-        else:
-            lengths, drafting = record.frontier.num_drafted * record.frontier.is_main, times
+        lengths = chains.num_drafted * chains.is_main
         read_rows, read_us = _reading_of(record, known.costs)
         measured_us = record.step_us - record.draft_prefill_us - record.propose_us + record.overlap_us
         self.observe(TARGET, partition, num_rows + read_rows, verify_us + read_us, measured_us)

@@ -239,9 +239,10 @@ class ThroughputPolicy:
         self._errors.observe_step(record, self._predicted, knows_who=knows_who)
         if is_first:  # predictions were guesses until now
             self._num_decided = MAX_INTERVAL
-        score, sizes = self.chosen, {record.num_tokens.size, len(decision.num_draft_tokens), self._weighed_size}
+        score = self.chosen
         if not has_drafted or score is None or self._explorer.current is not None or record.plan.draft_prefills:
             return
-        is_as_predicted = score.mode is decision.mode and len(sizes) == 1  # the step has read no prompt to its end
-        if is_as_predicted and decision.mode is not PipelineMode.RUN_AHEAD:
-            self._yield.observe(record, score)
+        num_cohorts = 2 if score.mode is PipelineMode.PING_PONG else 1
+        sizes = {len(decision.num_draft_tokens) // num_cohorts, self._weighed_size // num_cohorts}
+        if score.mode is decision.mode is not PipelineMode.RUN_AHEAD and sizes == {record.num_tokens.size}:
+            self._yield.observe(record, score)  # the step has read no prompt to its end

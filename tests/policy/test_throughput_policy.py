@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
-from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.frontier import Frontier
+from faser_backend.core.plan import InFlight, PrefillChunk
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks import control_worlds
 from faser_backend.lab.checks.control_worlds import ControlWorld, all_worlds, costs, run
 from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
-from faser_backend.policy.candidates import FLOORS, means_of, scores_of
+from faser_backend.policy.candidates import FLOORS, ChainYield, means_of, scores_of
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
@@ -95,6 +96,13 @@ def test_explores_speculation_within_its_share_of_the_time(monkeypatch: pytest.M
     has_drafted = np.array([record.frontier.num_drafted.any() for record in records])
     late = has_drafted[len(has_drafted) // 4 :]
     assert 0 < np.count_nonzero(late) < 0.05 * late.size
+
+
+def test_the_yield_of_cohorts_is_learned(monkeypatch: pytest.MonkeyPatch):
+    modes: list[PipelineMode] = []
+    monkeypatch.setattr(ChainYield, "observe", lambda _, record, score: modes.append(record.plan.decision.mode))
+    run(WORLDS["random 1"], "faser", seed=3)
+    assert PipelineMode.PING_PONG in modes
 
 
 def test_does_not_change_back_and_forth(monkeypatch: pytest.MonkeyPatch):
@@ -232,3 +240,15 @@ def test_predictions_adapt_though_every_step_reads_a_prompt(is_mixed: bool, slow
         errors.observe_step(record, known, knows_who=True)
     times = known.of(4, 32, WHOLE)
     assert times.corrected(errors).verify_us / times.verify_us == pytest.approx(slowness, rel=0.05)
+
+
+def test_drafting_beside_a_verification_is_compared_with_what_was_drafted():
+    """Trimmed chains end before their planned length."""
+    model = costs(200.0, 1000.0, 10.0)
+    errors, known, both = TimeErrors(), BatchTimesCache(model, 8), sequences(2)
+    record = step_record(both, [2] * 2, [1] * 2)
+    plan = replace(record.plan, drafts=both, num_ahead_tokens=[8] * 2)
+    chains = Frontier(np.zeros((2, 3), np.int64), np.array([3, 1]), np.array([4, 2]))
+    us = known.of(2, 32, WHOLE).chains_us(chains.num_drafted)
+    errors.observe_step(replace(record, plan=plan, ahead=InFlight(both, chains), propose_us=us), known, knows_who=True)
+    assert errors.ratios(DRAFT, WHOLE, np.zeros(1)) == pytest.approx(1.0)
