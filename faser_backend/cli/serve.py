@@ -59,8 +59,7 @@ def serve(
     serving = serving.model_copy(update={**resolved, "stop_requests": stop_requests})
     command = None
     if where.openai_port is not None:
-        ports = {"triton": where.grpc_port, "triton_metrics": where.metrics_port}
-        own = {key: f"{where.host}:{port}" for key, port in ports.items()} | {"port": where.openai_port}
+        own = {"triton_metrics": f"{where.host}:{where.metrics_port}", "port": where.openai_port}
         shared = {"draft": engine.draft, "max_text_bytes": serving.max_text_bytes} | model.model_dump(
             include={*LOGS.split()}
         )
@@ -76,19 +75,10 @@ def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
 
     check_host(where.host, is_exposed=where.expose_triton)
     restriction_options(where.admin_key, where.restricted)
-    is_encrypted = where.grpc_tls is not None
-    if where.openai_port is None:
-        return
-    from faser_backend.openai.server import callers_of, check_server
+    if where.openai_port is not None:
+        from faser_backend.openai.server import callers_of
 
-    check_server(
-        where.openai_port,
-        is_decoupled=where.decoupled,
-        contract=where.contract,
-        is_encrypted=is_encrypted,
-        restricted=where.restricted,
-    )
-    callers_of(openai)
+        callers_of(openai)
 
 
 def _as_arguments(options: Mapping[str, object]) -> list[str]:

@@ -33,6 +33,7 @@ from faser_backend.openai.engine_client import EngineClient
 from faser_backend.openai.errors import ApiError, Json, as_api_error, error_response, to_json
 from faser_backend.openai.replies import ApiReply, ChatReply, CompletionReply, Event, ResponsesReply
 from faser_backend.openai.requests import Generation, generations
+from faser_backend.openai.triton_client import TokenClient
 from faser_backend.serving.request_life import CONTEXT_HEADERS, Listener
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
@@ -59,7 +60,10 @@ def make_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        endpoints.client = EngineClient(triton_url, model.limits.vocab_size, engine_socket, listeners)
+        if engine_socket is None:
+            endpoints.client = TokenClient(triton_url, model.limits.vocab_size)
+        else:
+            endpoints.client = EngineClient(engine_socket, listeners)
         AnswerStream(model.tokenizer)  # makes the tokenizer's table of bytes before a client waits for it
         yield
         await endpoints.client.close()
@@ -99,7 +103,7 @@ def make_app(
 class _Endpoints:
     """The endpoints. Those that generate read the body, tokenise off the event loop, and return the response."""
 
-    client: EngineClient
+    client: EngineClient | TokenClient
 
     def __init__(self, model: ServedModel, metrics_address: str | None, shows_speculation: bool) -> None:
         self._described, self._metrics_address, self._shows_speculation = model, metrics_address, shows_speculation
@@ -170,7 +174,7 @@ class GeneratedResponse:
 
     def __init__(
         self,
-        client: EngineClient,
+        client: EngineClient | TokenClient,
         wanted: Sequence[Generation],
         make_reply: Callable[[], ApiReply],
         *,

@@ -1,7 +1,7 @@
 """The client of the engine of the same launch: token ids over its socket, without Triton between.
 
-A step's outputs come in one message for all requests. Requests for logits, and all if there is no socket, go through
-Triton. After a reload, new requests go to the new engine, and the old one answers its own.
+A step's outputs come in one message for all requests. After a reload, new requests go to the new engine, and the old
+one answers its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ import os
 import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.openai.requests import Generation
-from faser_backend.openai.triton_client import TokenClient
 from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
 from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.text.guides import read_guide
@@ -58,18 +57,17 @@ class _Connection:
                 queue.put_nowait(output)
 
 
-class EngineClient(TokenClient):
-    """Generates over the engine's socket; without one, through Triton. Belongs to one event loop.
+class EngineClient:
+    """Generates over the engine's socket. Belongs to one event loop.
 
-    listeners: called with every request that has ended, unless it went through Triton.
+    listeners: called with every request that has ended.
     """
 
-    def __init__(self, url: str, vocab_size: int, socket: Path | None, listeners: Sequence[Listener]) -> None:
-        super().__init__(url, vocab_size)
+    def __init__(self, socket: Path, listeners: Sequence[Listener]) -> None:
         self._listeners = listeners
         self._connection: _Connection | None = None
         self._numbers = itertools.count()
-        self._follower = socket and asyncio.create_task(self._follow(socket))
+        self._follower = asyncio.create_task(self._follow(socket))
 
     @property
     def handshake(self) -> Handshake | None:
@@ -77,27 +75,16 @@ class EngineClient(TokenClient):
         return self._connection and self._connection.link.handshake
 
     async def is_ready(self) -> bool:
-        # Triton is not asked before the engine listens: after failures, gRPC waits for minutes until it tries again.
-        is_reached = self._connection is not None and not self._connection.is_gone
-        return (is_reached or self._follower is None) and await super().is_ready()
+        return self._connection is not None and not self._connection.is_gone
 
     async def generate(
         self, wanted: Generation, headers: dict[str, str]
-    ) -> AsyncGenerator[tuple[EngineOutput, list[bool] | None], None]:
+    ) -> AsyncGenerator[tuple[EngineOutput, None], None]:
         """Works as TokenClient.generate. The flags are None: accepted tokens come first in each output."""
-        request = wanted.request
-        has_logits = request.wants_generation_logits or request.wants_context_log_probs
-        if self._follower is not None and self._connection is None:
-            raise FailedError(NOT_READY)
-        if self._follower is None or has_logits:
-            async with aclosing(super().generate(wanted, headers)) as outputs:
-                async for output in outputs:
-                    yield output
-            return
         guide = wanted.guide and await asyncio.to_thread(read_guide, wanted.guide.kind, wanted.guide.text)
-        connection = self._connection
-        assert connection is not None
-        request = replace(request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
+        if (connection := self._connection) is None:
+            raise FailedError(NOT_READY)
+        request = replace(wanted.request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
         queue = connection.waiting[request.request_id] = asyncio.Queue()
         life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers, error=CANCELLED.message)
         sequence = life.sequences[request.request_id] = SequenceLife.of(request)
@@ -129,11 +116,9 @@ class EngineClient(TokenClient):
                     _log.exception("a listener failed for an ended request")
 
     async def close(self) -> None:
-        if self._follower is not None:
-            self._follower.cancel()
+        self._follower.cancel()
         connection, self._connection = self._connection, None
         self._close_replaced(connection)
-        await super().close()
 
     async def _follow(self, path: Path) -> None:
         while True:

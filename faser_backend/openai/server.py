@@ -116,24 +116,6 @@ def callers_of(options: OpenAIOptions) -> Callers:
     return Callers(keys, options.host, check_origins(options.allow_origin))
 
 
-def check_server(
-    port: int, *, is_decoupled: bool, contract: str, is_encrypted: bool, restricted: Sequence[str]
-) -> None:
-    """Raises ConfigError for options of the Triton server under which the OpenAI server could not use it.
-
-    The OpenAI server streams over gRPC, without TLS and without a key.
-    """
-    refusals = {
-        "needs a decoupled server: leave out --no-decoupled": not is_decoupled,
-        f"needs --contract inflight_batcher, not {contract}": contract != "inflight_batcher",
-        "reaches gRPC without TLS: leave out --grpc-tls-cert": is_encrypted,
-        "sends no admin key: leave inference out of --restrict": "inference" in restricted,
-    }
-    for reason, is_refused in refusals.items():
-        if is_refused:
-            raise ConfigError(f"openai-port = {port}: {reason}")
-
-
 def read_keys(file: Path | None) -> list[str]:
     """Reads the API keys, one per line. Raises ConfigError naming the file."""
     if file is None:

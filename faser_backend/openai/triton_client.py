@@ -1,4 +1,4 @@
-"""The client of Triton's model `tensorrt_llm`, over gRPC: one stream per sequence, which the caller can end.
+"""The client of another Triton's model `tensorrt_llm`, over gRPC: one stream per sequence, which the caller can end.
 
 Every sequence has its own stream because Triton reports a client that left by the end of its stream.
 """
@@ -14,31 +14,16 @@ import tritonclient.grpc.aio as triton
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from faser_backend.core.errors import ErrorCode, Failure
-from faser_backend.core.request import EngineOutput, FinishReason, RequestStats, Sampling
+from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.openai.errors import ApiError
 from faser_backend.openai.requests import Generation
+from faser_backend.triton.link import Handshake
 from faser_backend.triton.tensors import JSON_ERRORS
 
 MODEL = "tensorrt_llm"
-# Codes of gRPC's own errors; any other is INTERNAL.
-_CODES = {
-    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID,
-    grpc.StatusCode.UNAVAILABLE: ErrorCode.UNAVAILABLE,
-    grpc.StatusCode.NOT_FOUND: ErrorCode.UNAVAILABLE,  # the model is being unloaded or replaced
-    grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,  # Triton is stopping
-    grpc.StatusCode.DEADLINE_EXCEEDED: ErrorCode.UNAVAILABLE,
-}
-DEFAULTS = Sampling()
-# The tensors of fields of Sampling, sent if they differ from the defaults.
-_SAMPLING: dict[str, tuple[str, type]] = {
-    "runtime_top_k": ("top_k", np.int32),
-    "min_p": ("min_p", np.float32),
-    "repetition_penalty": ("repetition_penalty", np.float32),
-    "presence_penalty": ("presence_penalty", np.float32),
-    "frequency_penalty": ("frequency_penalty", np.float32),
-    "min_tokens": ("min_tokens", np.int32),
-    "seed": ("seed", np.uint64),
-}
+_FLOATS = ("temperature", "runtime_top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# Tensors of fields of Sampling; the field of runtime_NAME is NAME.
+_SAMPLING = {**dict.fromkeys(_FLOATS, np.float32), "runtime_top_k": np.int32, "min_tokens": np.int32, "seed": np.uint64}
 _STATS = {
     "total_draft_tokens": "num_drafted",
     "total_accepted_draft_tokens": "num_accepted",
@@ -49,6 +34,8 @@ _STATS = {
 
 class TokenClient:
     """One connection to Triton, shared by all requests. Belongs to one event loop."""
+
+    handshake: Handshake | None = None  # Triton has none
 
     def __init__(self, url: str, vocab_size: int) -> None:
         """url: HOST:PORT of Triton's gRPC endpoint."""
@@ -86,7 +73,8 @@ class TokenClient:
             if not has_finished:  # the engine ended the sequence early, for instance after a stop request
                 yield EngineOutput("", [], finish_reason=FinishReason.STOPPED), []
         except grpc.aio.AioRpcError as error:
-            code = _CODES.get(error.code(), ErrorCode.INTERNAL)
+            is_wrong = error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            code = ErrorCode.INVALID if is_wrong else ErrorCode.UNAVAILABLE  # stopping, or replacing the model
             raise ApiError.of(Failure(code, f"Triton does not answer ({error.code().name})")) from None
         finally:
             if not is_ended:
@@ -132,13 +120,8 @@ def _arrays(wanted: Generation, vocab_size: int) -> dict[str, np.ndarray]:
         "return_generation_logits": request.wants_generation_logits,
     }
     arrays |= {name: np.array([[True]]) for name, is_set in flags.items() if is_set}
-    # Always both: without top_p, top_k and min_p the engine decodes greedily.
-    arrays["temperature"] = np.array([[sampling.temperature]], np.float32)
-    arrays["runtime_top_p"] = np.array([[sampling.top_p]], np.float32)
-    for name, (field, dtype) in _SAMPLING.items():
-        value = getattr(sampling, field)
-        if value != getattr(DEFAULTS, field):
-            arrays[name] = np.array([[value]], dtype)
+    for name, dtype in _SAMPLING.items():
+        arrays[name] = np.array([[getattr(sampling, name.removeprefix("runtime_"))]], dtype)
     if request.max_draft_tokens is not None:
         arrays["num_draft_tokens"] = np.array([[request.max_draft_tokens]], np.int32)
     if not request.end_ids:

@@ -40,7 +40,7 @@ def test_an_engine_that_takes_nothing_fails_requests_in_time_and_blocks_nobody(t
         return failed.value.code
 
     async def ask_often() -> tuple[list[ErrorCode], float]:
-        client = EngineClient("127.0.0.1:1", VOCAB, tmp_path / "engine.sock", [])
+        client = EngineClient(tmp_path / "engine.sock", [])
         while client.handshake is None:
             await asyncio.sleep(0.01)
         asked = [asyncio.create_task(ask(client)) for _ in range(3)]

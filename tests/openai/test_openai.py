@@ -17,15 +17,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from faser_backend.core.errors import ConfigError, ErrorCode
 from faser_backend.core.request import Request
 from faser_backend.lab.checks.servers import free_ports
-from faser_backend.openai.app import PAGE
+from faser_backend.openai.app import PAGE, Callers, make_app
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.errors import ANSWERS, ApiError
 from faser_backend.openai.requests import Generation
-from faser_backend.openai.server import callers_of, check_server, run_openai
+from faser_backend.openai.server import callers_of, describe, run_openai
 from faser_backend.openai.triton_client import TokenClient
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from tests.support.chat_templates import HERMES
@@ -368,12 +369,21 @@ def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(api: Api, monke
     assert gone.value.status == lacking.value.status == 503
 
 
-def test_both_ways_to_the_engine_give_equal_tokens_and_are_counted(api: Api):
+def test_both_ways_to_the_engine_give_equal_answers_and_are_counted(api: Api, engine_dir: Path):
     asked = {"prompt": [7, 8], "max_tokens": 20, "seed": 5, "temperature": 0.83, "top_p": 0.9, "logit_bias": {"9": 1.1}}
+    asked |= {"logprobs": 2, "echo": True}
+    over_grpc = make_app(
+        describe(OpenAIOptions(model_name=MODEL), engine_dir, "auto"),
+        f"127.0.0.1:{api.served.grpc_port}",
+        Callers(host="testserver"),
+    )
     counted = api.served.metrics_port, "nv_inference_request_success", "tensorrt_llm"
     time.sleep(1.5)  # counters of requests that do not pass through Triton are sent twice a second
     before = metric(*counted)
-    assert len({ask(api, CompletionBody, **asked, **more).choices[0].text for more in ({}, {"logprobs": 1})}) == 1
+    with TestClient(over_grpc) as client:
+        choices = [client.post("/v1/completions", json=asked).json()["choices"]]
+    choices.append(ask(api, CompletionBody, **asked).model_dump()["choices"])
+    assert choices[0] == choices[1]
     time.sleep(1.5)
     assert metric(*counted) == before + 2
 
@@ -434,13 +444,8 @@ def test_the_page_writes_no_markup_from_texts():
 
 def test_what_keeps_the_api_from_being_served_is_told_before_the_server_starts(engine_dir: Path, tmp_path: Path):
     command = [sys.executable, "-m", "faser_backend.cli", "serve", "--engine-dir", engine_dir, "--openai-port", "1"]
-    ended = subprocess.run([*command, "--no-decoupled"], capture_output=True, text=True, timeout=60, check=False)
-    assert ended.returncode == 1 and "leave out --no-decoupled" in ended.stderr and "Traceback" not in ended.stderr
-    good = {"is_decoupled": True, "contract": "inflight_batcher", "is_encrypted": False, "restricted": ("metadata",)}
-    check_server(1, **good)
-    for bad in ({"is_decoupled": False}, {"contract": "llmapi"}, {"is_encrypted": True}, {"restricted": ["inference"]}):
-        with pytest.raises(ConfigError, match=r"^openai-port = 1: "):
-            check_server(1, **good | bad)
+    ended = subprocess.run([*command, "--tls-key", "x"], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1 and "give both or neither" in ended.stderr and "Traceback" not in ended.stderr
     with pytest.raises(ConfigError, match="needs --api-key-file"):
         callers_of(OpenAIOptions(host="0.0.0.0"))
     with pytest.raises(ConfigError, match=r"api-key-file = .*: not readable"):

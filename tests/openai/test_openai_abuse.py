@@ -64,7 +64,7 @@ def options(tmp_path_factory: pytest.TempPathFactory) -> OpenAIOptions:
 @pytest.fixture(scope="module")
 def app(options: OpenAIOptions) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "EngineClient", FakeClient)
+        patch.setattr(app_module, "TokenClient", FakeClient)
         yield app_module.make_app(describe(options, demo_engine_dir(), "auto"), options.triton, Callers())
 
 
