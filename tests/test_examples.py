@@ -1,20 +1,24 @@
-"""Runs the programs of examples/ and README's calls unchanged, in their own processes against one server."""
+"""Runs the programs of examples/ and the commands of README and of docs/tutorial-serve.md against one server."""
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faser_backend import LLM, SamplingParams
 from faser_backend.lab.checks.servers import free_ports
 from tests.support.served import serve
-from tests.test_docs import command_lines
+from tests.support.serving_pair import write_pair
+from tests.test_docs import blocks, command_lines
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 OFFLINE = ("offline_batch.py", "policy.py")
@@ -28,7 +32,7 @@ def ports(engine_dir: Path) -> Iterator[dict[int, int]]:
     [port] = free_ports(1)
     options = ("--engine-dir", engine_dir, "--num-threads", 1, "--policy", "fixed:3", "--openai-port", port)
     with serve(*options) as served:
-        yield {8000: served.http_port, 8001: served.grpc_port, 9000: port}
+        yield {8000: served.http_port, 8001: served.grpc_port, 8002: served.metrics_port, 9000: port}
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +106,24 @@ def test_the_calls_in_readme_are_answered(ports: dict[int, int]):
             line = line.replace(f"localhost:{documented}", f"localhost:{port}")
         done = subprocess.run(shlex.split(line), capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == 0 and "text" in done.stdout, (words, done.stdout, done.stderr)
+
+
+def test_the_commands_of_the_tutorial_do_what_it_says(ports: dict[int, int], tmp_path: Path):
+    """Runs each as written, with a tiny checkpoint; test_conformance.py starts `faser serve`."""
+    (write_pair(tmp_path / "pair") / "target").rename(tmp_path / "smollm2")
+    script = "".join(blocks((EXAMPLES.with_name("docs") / "tutorial-serve.md").read_text(), "bash"))
+    for documented, port in ports.items():
+        script = script.replace(f":{documented}", f":{port}")
+    script = script.replace("replay ", f"replay --url 127.0.0.1:{ports[8001]} ").replace("curl ", "curl --fail ")
+    there: Any = {"cwd": tmp_path, "env": {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}}
+    said = ""
+    for line in script.splitlines():
+        if not line.startswith("faser serve"):
+            done = subprocess.run(
+                ["bash", "-c", line], **there, capture_output=True, text=True, timeout=300, check=False
+            )
+            said += done.stdout + done.stderr
+            assert done.returncode == 0, (line, said)
+    for expected in ("mean_acceptance_length", "faser:steps_total", "accepted .* drafted", "30 of 30 sent", "of none"):
+        assert re.search(expected, said), (expected, said)
+    assert (tmp_path / "faser-bench" / "report.html").exists()
