@@ -55,7 +55,7 @@ PY
 
 [ "${1:-}" = --quick ] || export XDG_CACHE_HOME="$work/cache"
 say "faser generate"
-"$VENV/bin/faser" generate --prompt "def f(x):" --max-tokens 8
+"$VENV/bin/faser" generate --prompt "def f(x):" --max-tokens 32
 [ "${1:-}" != --quick ] || exit 0
 say "the Python API"
 "$VENV/bin/python" "$ROOT/examples/offline_batch.py"
