@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,17 @@ def shown(path: Path | str) -> str:
     return text if len(text) <= 300 else f"...{text[-100:]}"
 
 
-def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    """Returns the content of a regular file, or of a link to one. Raises FileError."""
+Check = Callable[[os.stat_result], None]  # of the opened file, before it is read
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES, check: Check = lambda status: None) -> bytes:
+    """Returns the content of a regular file, or of a link to one. Raises FileError, and what `check` raises."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
-            _check(path, os.fstat(descriptor), max_bytes)
+            _check(path, status := os.fstat(descriptor), max_bytes)
+            check(status)
             content = file.read(max_bytes + 1)
     except FileNotFoundError:
         raise FileError(path, "missing", is_missing=True) from None
@@ -52,10 +57,10 @@ def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES) -> bytes:
     return content
 
 
-def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """Returns a file's content as UTF-8 text. Raises FileError."""
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, check: Check = lambda status: None) -> str:
+    """Returns a file's content as UTF-8 text. Raises FileError, and what `check` raises."""
     try:
-        return read_bytes(path, max_bytes).decode()
+        return read_bytes(path, max_bytes, check).decode()
     except UnicodeDecodeError as error:
         raise FileError(path, f"not readable as UTF-8 text ({error.reason} at byte {error.start})") from None
 

@@ -24,6 +24,11 @@ MODEL = "tensorrt_llm"
 _FLOATS = ("temperature", "runtime_top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 # Tensors of fields of Sampling; the field of runtime_NAME is NAME.
 _SAMPLING = {**dict.fromkeys(_FLOATS, np.float32), "runtime_top_k": np.int32, "min_tokens": np.int32, "seed": np.uint64}
+_CODES = {
+    grpc.StatusCode.INVALID_ARGUMENT: ErrorCode.INVALID,
+    grpc.StatusCode.INTERNAL: ErrorCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN: ErrorCode.INTERNAL,
+}
 _STATS = {
     "total_draft_tokens": "num_drafted",
     "total_accepted_draft_tokens": "num_accepted",
@@ -73,8 +78,7 @@ class TokenClient:
             if not has_finished:  # the engine ended the sequence early, for instance after a stop request
                 yield EngineOutput("", [], finish_reason=FinishReason.STOPPED), []
         except grpc.aio.AioRpcError as error:
-            is_wrong = error.code() is grpc.StatusCode.INVALID_ARGUMENT
-            code = ErrorCode.INVALID if is_wrong else ErrorCode.UNAVAILABLE  # stopping, or replacing the model
+            code = _CODES.get(error.code(), ErrorCode.UNAVAILABLE)  # it is stopping, or replaces the model
             raise ApiError.of(Failure(code, f"Triton does not answer ({error.code().name})")) from None
         finally:
             if not is_ended:

@@ -53,13 +53,16 @@ def check_address(name: str, address: str | None) -> None:
 def read_admin_key(file: Path) -> str:
     """Reads a key from a regular file that only its owner can read. Raises ConfigError naming the file."""
     named = f"--admin-key-file = {file}"
+
+    def check(status: os.stat_result) -> None:  # of the file that is read, not of one that has replaced it
+        if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            found = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
+            raise ConfigError(f"{named}: {found}: must belong to user {os.geteuid()} and to nobody else (chmod 600)")
+
     try:
-        key, status = read_text(file).removesuffix("\n"), file.stat()
+        key = read_text(file, check=check).removesuffix("\n")
     except FileError as error:
         raise ConfigError(f"{named}: {error.reason}") from None
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        found = f"mode {stat.S_IMODE(status.st_mode):04o}, owner {status.st_uid}"
-        raise ConfigError(f"{named}: {found}: must belong to user {os.geteuid()} and to nobody else (chmod 600)")
     if not _KEY.fullmatch(key):
         raise ConfigError(f"{named}: must hold {MIN_KEY} to {MAX_KEY} letters, digits, - and _, and no more")
     return key
