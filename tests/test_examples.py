@@ -109,12 +109,14 @@ def test_the_calls_in_readme_are_answered(ports: dict[int, int]):
 
 
 def test_the_commands_of_the_tutorial_do_what_it_says(ports: dict[int, int], tmp_path: Path):
-    """Runs each as written, with a tiny checkpoint; test_conformance.py starts `faser serve`."""
+    """Runs each with a tiny checkpoint, measuring briefly; test_conformance.py starts `faser serve`."""
     (write_pair(tmp_path / "pair") / "target").rename(tmp_path / "smollm2")
     script = "".join(blocks((EXAMPLES.with_name("docs") / "tutorial-serve.md").read_text(), "bash"))
     for documented, port in ports.items():
         script = script.replace(f":{documented}", f":{port}")
     script = script.replace("replay ", f"replay --url 127.0.0.1:{ports[8001]} ").replace("curl ", "curl --fail ")
+    script = re.sub("profile .* --quick", r"\g<0> --budget-s 1", script).replace("--budget-s 60", "--budget-s 1")
+    script = script.replace("--rate 5", "--rate 50")
     there: Any = {"cwd": tmp_path, "env": {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}}
     said = ""
     for line in script.splitlines():
