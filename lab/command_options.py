@@ -46,7 +46,7 @@ class ReplayOptions(OptionTable):
     model: str = option("ensemble", "Call this text model of the server.")
     output: Path | None = option(None, "Write the results to this JSON file.")
     max_context: int = option(1024, MAX_CONTEXT)
-    tokenizer: Path | None = option(None, "Measure prompts with this tokenizer.json.", unset="the demo pair's")
+    tokenizer: Path | None = option(None, "Measure prompts with this tokenizer.json.", unset="the served engine's")
     prompts: Path | None = option(None, PROFILE["prompts"], unset="the demo pair's")
     temperature: float = option(0.8, SAMPLING["temperature"], section="Options")
     seed: int = option(0, SEED)

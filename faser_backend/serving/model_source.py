@@ -70,8 +70,11 @@ def find_engine(run: RunOptions, log_format: str = "text") -> dict[str, Any]:
         target, drafting = _open_source("MODEL", run.model), None
         if is_source:
             drafting = _open_source("--draft", run.draft)
-        elif run.draft != "ngram" and head is not None and head.is_dir():
-            drafting = local_source(head.name, head)
+        elif run.draft != "ngram" and head is not None:
+            if head.is_dir():
+                drafting = local_source(head.name, head)
+            else:
+                log.warning(f"{head}: a checkout alone has this head of {run.model}; without it, n-grams draft")
         return {
             "engine_dir": cached_engine(target, drafting, runtime_here()),
             "draft": "auto" if is_source else run.draft,

@@ -16,8 +16,6 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
@@ -100,8 +98,8 @@ class BenchRun:
         options = self._options
         if self._memory.words:
             print(f"{len(self._contestants)} engines; {self._memory.words}", file=sys.stderr)
-        console, is_whole, events, timelines = Console(file=sys.stderr), True, [], []
-        with closing(InProcess(self._engine_dir, {})) as place, progress_bar(console) as bar:
+        is_whole, events, timelines = True, [], []
+        with closing(InProcess(self._engine_dir, {})) as place, progress_bar() as bar:
             present = self._open(place, bar)
             speeds = reference_speeds(place, self._workload)
             sizing = self._fit(present, speeds, self._end_s - time.monotonic())
@@ -143,8 +141,8 @@ class BenchRun:
         write_files(options.output, {"meta": meta, "rows": ladder.rows}, events)
         sentences = [*in_words(ladder.rows), *meta["warnings"]]
         lines = [*table(ladder.rows), "", *(f"- {sentence.replace('`', '')}" for sentence in sentences)]
-        for line in [*lines, f"wrote {options.output}/bench.json, report.html and timeline.json"]:
-            console.print(line, highlight=False, soft_wrap=True, markup=False)
+        print("\n".join(lines + [f"- left out: {each}" for each in self.missing]), flush=True)
+        print(f"wrote {options.output}/bench.json, report.html and timeline.json", file=sys.stderr)
         return is_whole
 
     def _load_prompts(self) -> PromptSet:
@@ -205,14 +203,13 @@ class BenchRun:
                 if contestant.policy == REFERENCE:
                     raise
                 self.missing.append(f"{contestant.name}: {error}")
-                bar.console.print(f"left out: {self.missing[-1]}", highlight=False, markup=False, soft_wrap=True)
             bar.advance(task)
         bar.remove_task(task)
         return opened
 
     def _fit(self, present: list[Contestant], speeds: Any, left_s: float) -> Sizing:
         """Returns a sizing for the time that is left, printing its estimate on stderr. Removes ablations from `present`
-        if they do not fit."""
+        if they do not fit. Adds a warning for what is reduced."""
         chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
         if estimate_s(chosen, present, speeds, len(MODES)) > left_s:
             self.missing += [f"{each.name}: the time budget was spent" for each in present if each.options]
@@ -220,6 +217,14 @@ class BenchRun:
             chosen = fitted(self._sizing, present, speeds, left_s, len(MODES))
         seconds = estimate_s(chosen, present, speeds, len(MODES))
         print(f"time: about {in_minutes(seconds)}, answers of {chosen.max_tokens} tokens", file=sys.stderr)
+        reduced = [
+            f"{name.replace('_', ' ')} {now:g} instead of {before:g}"
+            for name in ("repeats", "bursty_repeats", "max_tokens", "loop_s", "bursty_s", "min_waves")
+            if (now := getattr(chosen, name)) != (before := getattr(self._sizing, name))
+        ]
+        if reduced:
+            self.warnings.append(f"The time budget reduced what is measured: {', '.join(reduced)}.")
+            print(self.warnings[-1], file=sys.stderr)
         if seconds > left_s:
             print(f"there are {in_minutes(max(left_s, 0.0))}: loads that do not fit are left out", file=sys.stderr)
         return chosen

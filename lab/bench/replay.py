@@ -14,11 +14,13 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2_grpc
+from tritonclient.grpc.service_pb2 import ModelConfigRequest  # pyright: ignore[reportAttributeAccessIssue]
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.answers import Answer, Job, summarise
@@ -29,9 +31,10 @@ from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.prompts import DEMO_PROMPTS, PromptMaker
 from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled
-from faser_backend.serving.model_source import DEMO_PAIR
 from faser_backend.text.prompts import read_prompts
 from faser_backend.text.tokenizer import load_tokenizer
+from faser_backend.triton.reload import DIRECTORY_KEY
+from faser_backend.triton.server import ENGINE_MODEL
 
 CONNECT_TIMEOUT_S = 10.0
 REPORT_BYTES = 1 << 20
@@ -103,11 +106,23 @@ def _timed(options: ReplayOptions) -> Trace:
 
 
 def _maker(options: ReplayOptions) -> PromptMaker:
-    path = options.tokenizer or DEMO_PAIR / "target" / "tokenizer.json"
+    path = options.tokenizer or _served_directory(options) / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"--tokenizer = {str(path)!r}: no such file; give the served model's tokenizer.json")
     texts = [prompt.text for prompt in read_prompts(options.prompts or DEMO_PROMPTS)]
     return PromptMaker(load_tokenizer(path), texts)
+
+
+def _served_directory(options: ReplayOptions) -> Path:
+    """Asks the server for its engine directory. Raises ConfigError."""
+    with grpc.insecure_channel(options.url) as channel:
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelConfig
+        try:
+            config = call(ModelConfigRequest(name=ENGINE_MODEL), timeout=CONNECT_TIMEOUT_S).config
+        except grpc.RpcError as error:
+            reason = str(error.details())  # pyright: ignore[reportAttributeAccessIssue]
+            raise ConfigError(f"--url = {options.url!r}: no tokenizer ({reason}); give --tokenizer") from None
+    return Path(config.parameters[DIRECTORY_KEY].string_value)
 
 
 async def _replay(

@@ -163,12 +163,16 @@ def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
     assert re.search(r"^ +\d+ s +\d+%  low, T=0$", told, re.MULTILINE), "a line per part where nobody sees a bar"
 
 
-def test_a_budget_leaves_out_what_it_has_no_time_for_and_says_so(options: BenchOptions, tmp_path: Path):
+def test_a_budget_leaves_out_what_it_has_no_time_for_and_says_so(options: BenchOptions, tmp_path: Path, capsys):
     run_bench(options.model_copy(update={"output": tmp_path, "budget_s": 0.001}), TINY, command="faser bench --test")
     bench = json.loads((tmp_path / "bench.json").read_text())
     assert {(row["load"], row["temperature"]) for row in bench["rows"]} == {("low", 0.0)}
     left_out = [text for text in bench["meta"]["missing"] if "the time budget was spent" in text]
     assert len(left_out) == 7 + 4 and bench["meta"]["repeats"] == 1  # loads and timelines
+    told = capsys.readouterr()
+    assert all(f"- left out: {text}\n" in told.out for text in left_out) and "| policy" in told.out
+    reduced = "The time budget reduced what is measured: repeats 1 instead of 2, "
+    assert reduced in told.err and f"- {reduced}" in told.out and "|" not in told.err
 
 
 @pytest.fixture

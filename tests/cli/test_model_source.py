@@ -155,6 +155,11 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
     for device, runtime in ((pair / "none", "llvm"), (pair, "torch")):
         monkeypatch.setattr(model_source, "GPU_DEVICE", device)
         assert find_engine(RunOptions(model=str(known)))["engine_dir"] == f"smollm2-head, {runtime}"
+    monkeypatch.setattr(model_source, "cached_engine", lambda target, draft, runtime: draft)
+    monkeypatch.setattr(model_source, "data_folder", lambda: pair)  # an installed wheel has no heads
+    with reporting_to((told := list[str]()).append):
+        assert find_engine(RunOptions(model=str(known)))["engine_dir"] is None
+    assert any("models/smollm2-head: a checkout alone has this head" in each for each in told), told
 
 
 @pytest.mark.parametrize("line", ["{}: {}\n", "{} = {}\n"], ids=["yaml", "toml"])

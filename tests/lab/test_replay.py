@@ -29,7 +29,7 @@ def write_trace(path: Path, gap_s: float, lengths: list[tuple[int, int]]) -> Pat
 
 
 @pytest.fixture
-def options(engine_dir: Path, server: ServeOptions, tmp_path: Path) -> ReplayOptions:
+def options(server: ServeOptions, tmp_path: Path) -> ReplayOptions:
     trace = write_trace(tmp_path / "trace.csv", 0.02, [(20 + i, 5 + i) for i in range(12)])
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CORPUS))
@@ -38,7 +38,6 @@ def options(engine_dir: Path, server: ServeOptions, tmp_path: Path) -> ReplayOpt
         url=f"127.0.0.1:{server.grpc_port}",
         output=tmp_path / "replay.json",
         max_context=MAX_CONTEXT,
-        tokenizer=engine_dir / "tokenizer.json",
         prompts=prompts,
     )
 
@@ -104,6 +103,7 @@ def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: 
         ({"url": "http://localhost:1"}, "--url = 'http://localhost:1': must be HOST:PORT"),
         ({"requests": 13}, "requests = 13: .* has only 12"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer = 'nowhere.json': no such file"),
+        ({"url": "127.0.0.1:1"}, r"--url = '127\.0\.0\.1:1': no tokenizer \(.*; give --tokenizer"),
         ({"prompts": Path("nowhere.jsonl")}, "prompts nowhere.jsonl: missing"),
         ({"output": Path("nowhere/out.json")}, "its directory does not exist"),
     ],
