@@ -6,7 +6,7 @@ from pathlib import Path
 
 from faser_backend.cli.options import CHAT, MAX_CONTEXT, OUTPUT, SEED, ProfileOptions, SamplingOptions
 from faser_backend.core.config import DraftSource, EngineConfig, Option, OptionTable, option
-from faser_backend.serving.parameters import TRITON_URL, ServingOptions
+from faser_backend.serving.parameters import ServingOptions
 
 ENGINE, SAMPLING, PROFILE = EngineConfig.options(), SamplingOptions.options(), ProfileOptions.options()
 TRACE = Option("Read requests from this CSV (TIMESTAMP,ContextTokens,GeneratedTokens).")
@@ -38,7 +38,7 @@ class ReplayOptions(OptionTable):
     """The options of `faser replay`. At most one of rate and scale may be given."""
 
     trace: Path = option(..., TRACE)
-    url: str = option("127.0.0.1:8001", TRITON_URL)
+    url: str = option("127.0.0.1:8001", "Connect to Triton's gRPC port at HOST:PORT.")
     rate: float | None = option(None, RATE)
     scale: float | None = option(None, "Replay this many times as fast as recorded.", unset="1")
     requests: int | None = option(None, REQUESTS)

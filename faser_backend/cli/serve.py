@@ -16,7 +16,7 @@ from faser_backend.serving.parameters import ADMIN_KEY_FILE, ModelOptions, OpenA
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 LOGS = "log_format otlp_endpoint"
-OPENAI = "model_name api_key_file allow_origin tls_cert tls_key speculation_metrics"
+OPENAI = "api_key_file allow_origin tls_cert tls_key speculation_metrics"
 
 
 @takes(
@@ -49,10 +49,11 @@ def serve(
         model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
     found = find_engine(run, model.log_format)
     engine = EngineConfig.from_options(**engine.model_dump(exclude_unset=True) | {"draft": found["draft"]})
-    name = openai.model_name or (run.model and shown_name(run.model)) or (None if run.engine_dir else DEMO_NAME)
+    name = shown_name(run.model) if run.model else None if run.engine_dir else DEMO_NAME
     directory = check_engine(found["engine_dir"], engine, serving.chat_template)
     resolved = {
         "engine_dir": directory.resolve(),
+        "model_name": serving.model_name or name or directory.resolve().name,
         "chat_template": None if serving.chat_template is None else serving.chat_template.resolve(),
     }
     stop_requests = serving.stop_requests or ("off" if where.expose_triton else "on")
@@ -60,10 +61,7 @@ def serve(
     command = None
     if where.openai_port is not None:
         own = {"triton_metrics": f"{where.host}:{where.metrics_port}", "port": where.openai_port}
-        shared = {"draft": engine.draft, "max_text_bytes": serving.max_text_bytes} | model.model_dump(
-            include={*LOGS.split()}
-        )
-        given = openai.model_dump() | resolved | own | shared | {"model_name": name}
+        given = openai.model_dump() | own | model.model_dump(include={*LOGS.split()})
         command = [sys.executable, "-m", "faser_backend.cli", "openai", *_as_arguments(given)]
     parameters = serving.as_parameters() | engine.as_parameters() | model.as_parameters()
     raise typer.Exit(serve_until_signalled(where, parameters, log_format=model.log_format, openai=command))
@@ -117,17 +115,14 @@ def reload(*, options: ReloadOptions) -> None:
     print(f"serving {options.engine_dir.resolve()} instead of {before}")
 
 
-@takes(openai=OpenAIOptions, engine=(EngineConfig, "draft"), model=(ModelOptions, LOGS))
-def openai(*, openai: OpenAIOptions, engine: EngineConfig, model: ModelOptions) -> None:
-    """Serve OpenAI's API in front of a running Triton.
+@takes(openai=OpenAIOptions, model=(ModelOptions, LOGS))
+def openai(*, openai: OpenAIOptions, model: ModelOptions) -> None:
+    """Serve OpenAI's API beside a running Triton.
 
-    Triton must already serve the same engine directory.
+    Triton must run on this machine, as this user.
     """
     from faser_backend.openai.server import run_openai
     from faser_backend.serving.log_format import set_up_logging
-    from faser_backend.serving.model_source import demo_engine_dir
 
     set_up_logging(model.log_format, "openai", logging.WARNING)
-    if openai.engine_dir is None and openai.model_name is None:
-        openai = openai.model_copy(update={"model_name": DEMO_NAME})
-    run_openai(openai, openai.engine_dir or demo_engine_dir(), engine.draft, model)
+    run_openai(openai, model)

@@ -6,14 +6,12 @@ is served: one table makes Triton's codes of them, another HTTP's. No program re
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-MAX_SENT_MESSAGE = 1000  # characters; gRPC refuses a status of more than 8 KiB, in which one may take 6 bytes
 SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -38,18 +36,6 @@ class Failure:
 
     def __str__(self) -> str:
         return self.message
-
-    def to_json(self) -> str:
-        return json.dumps({"code": self.code.value, "field": self.field, "message": self.message[:MAX_SENT_MESSAGE]})
-
-    @classmethod
-    def from_json(cls, text: str) -> Failure | None:
-        """Reads what `to_json` wrote. Returns None for any other text."""
-        try:
-            given = json.loads(text)
-            return cls(ErrorCode(given["code"]), given["message"], given["field"])
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return None
 
 
 class FaserError(Exception):

@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -33,10 +32,8 @@ from faser_backend.openai.engine_client import EngineClient
 from faser_backend.openai.errors import ApiError, Json, as_api_error, error_response, to_json
 from faser_backend.openai.replies import ApiReply, ChatReply, CompletionReply, Event, ResponsesReply
 from faser_backend.openai.requests import Generation, generations
-from faser_backend.openai.triton_client import TokenClient
 from faser_backend.serving.request_life import CONTEXT_HEADERS, Listener
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.triton.admin import fetch
 
 PAGE = Path(__file__).with_name("page.html")
@@ -46,28 +43,21 @@ _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"ca
 
 
 def make_app(
-    model: ServedModel,
-    triton_url: str,
+    engine_socket: Path,
     callers: Callers,
     *,
     metrics_address: str | None = None,
-    engine_socket: Path | None = None,
     listeners: Sequence[Listener] = (),
     shows_speculation: bool = False,
 ) -> Starlette:
-    """metrics_address: of Triton. engine_socket, listeners: see EngineClient. shows_speculation: in every answer."""
-    endpoints = _Endpoints(model, metrics_address, shows_speculation)
+    """engine_socket, listeners: see EngineClient. metrics_address: of Triton. shows_speculation: in every answer."""
+    endpoints = _Endpoints(metrics_address, shows_speculation)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        if engine_socket is None:
-            endpoints.client = TokenClient(triton_url, model.limits.vocab_size)
-        else:
-            endpoints.client = EngineClient(engine_socket, listeners)
-        AnswerStream(model.tokenizer)  # makes the tokenizer's table of bytes before a client waits for it
+        endpoints.client = EngineClient(engine_socket, listeners)
         yield
         await endpoints.client.close()
-        model.tokenizer.close()
 
     def checked(endpoint: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Any]]:
         """Wraps an endpoint: checks access and answers errors in the API's form."""
@@ -103,17 +93,11 @@ def make_app(
 class _Endpoints:
     """The endpoints. Those that generate read the body, tokenise off the event loop, and return the response."""
 
-    client: EngineClient | TokenClient
+    client: EngineClient
 
-    def __init__(self, model: ServedModel, metrics_address: str | None, shows_speculation: bool) -> None:
-        self._described, self._metrics_address, self._shows_speculation = model, metrics_address, shows_speculation
+    def __init__(self, metrics_address: str | None, shows_speculation: bool) -> None:
+        self._metrics_address, self._shows_speculation = metrics_address, shows_speculation
         self._created = int(time.time())
-
-    @property
-    def _model(self) -> ServedModel:
-        """The model of the engine that gets new requests; until one is reached, that of the engine directory."""
-        engine = self.client.handshake
-        return self._described if engine is None else replace(engine.model, name=self._described.name)
 
     async def page(self, _: Request) -> Response:
         """A chat in the browser."""
@@ -135,25 +119,22 @@ class _Endpoints:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: Request) -> Response:
-        return Json({"object": "list", "data": [self._shown_model()]})
+        return Json({"object": "list", "data": [self._shown(self.client.model)]})
 
     async def model(self, request: Request) -> Response:
-        self._check_model(request.path_params["name"])
-        return Json(self._shown_model())
+        return Json(self._shown(self._named(request.path_params["name"])))
 
     async def generate(self, kind: type[Body], reply: Callable[..., ApiReply], request: Request) -> GeneratedResponse:
         """reply: called with the body, its generations and the model."""
         body = await read_body(kind, request)
-        self._check_model(body.model)
+        model = self._named(body.model)
         if self._shows_speculation and body.spec_decode_metrics is None:
             body.spec_decode_metrics = "summary"
-        model = self._model
         wanted = await asyncio.to_thread(generations, body, model)
         make_reply = partial(reply, body, wanted, model)
         return GeneratedResponse(self.client, wanted, make_reply, is_streamed=bool(body.stream))
 
-    def _shown_model(self) -> dict[str, Any]:
-        model = self._model
+    def _shown(self, model: ServedModel) -> dict[str, Any]:
         return {
             "id": model.name,
             "object": "model",
@@ -163,10 +144,13 @@ class _Endpoints:
             "has_chat_template": model.tokenizer.chat_template is not None,
         }
 
-    def _check_model(self, name: str | None) -> None:
-        if name is not None and name != self._model.name:
-            limit = f"is not served here; the model is {self._model.name!r}"
+    def _named(self, name: str | None) -> ServedModel:
+        """Returns the served model. Raises ApiError for another name."""
+        model = self.client.model
+        if name is not None and name != model.name:
+            limit = f"is not served here; the model is {model.name!r}"
             raise ApiError(f"model = {name[:80]!r}: {limit}", status=404, param="model", code="model_not_found")
+        return model
 
 
 class GeneratedResponse:
@@ -174,7 +158,7 @@ class GeneratedResponse:
 
     def __init__(
         self,
-        client: EngineClient | TokenClient,
+        client: EngineClient,
         wanted: Sequence[Generation],
         make_reply: Callable[[], ApiReply],
         *,
@@ -232,8 +216,8 @@ class GeneratedResponse:
         async def run(index: int, wanted: Generation) -> None:
             try:
                 async with aclosing(self._client.generate(wanted, trace)) as outputs:
-                    async for output, is_drafted in outputs:
-                        events = self._reply.add(index, output, is_drafted)
+                    async for output in outputs:
+                        events = self._reply.add(index, output)
                         if events is not None:
                             await queue.put(events)
                         # Only a stop string leaves the stream early. Otherwise it is read to its end: a cancellation

@@ -21,9 +21,10 @@ from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserErro
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.openai.requests import Generation
 from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
+from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.text.guides import read_guide
-from faser_backend.triton.link import DIRECT, Handshake, SocketLink, socket_id
+from faser_backend.triton.link import DIRECT, SocketLink, socket_id
 
 _log = logging.getLogger(__name__)
 FOLLOW_POLL_S = 0.2  # between two checks for a new engine
@@ -70,23 +71,27 @@ class EngineClient:
         self._follower = asyncio.create_task(self._follow(socket))
 
     @property
-    def handshake(self) -> Handshake | None:
-        """The facts of the engine that gets new requests; None until one is reached."""
-        return self._connection and self._connection.link.handshake
+    def model(self) -> ServedModel:
+        """The model of the engine that gets new requests. Raises FailedError until one is reached."""
+        if self._connection is None:
+            raise FailedError(NOT_READY)
+        return self._connection.link.handshake.model
 
     async def is_ready(self) -> bool:
         return self._connection is not None and not self._connection.is_gone
 
-    async def generate(
-        self, wanted: Generation, headers: dict[str, str]
-    ) -> AsyncGenerator[tuple[EngineOutput, None], None]:
-        """Works as TokenClient.generate. The flags are None: accepted tokens come first in each output."""
+    async def generate(self, wanted: Generation, headers: dict[str, str]) -> AsyncGenerator[EngineOutput, None]:
+        """Yields outputs; one of them has a finish reason. Closing the iterator cancels the request in the engine.
+
+        headers: of the client's trace. Raises FaserError.
+        """
         guide = wanted.guide and await asyncio.to_thread(read_guide, wanted.guide.kind, wanted.guide.text)
         if (connection := self._connection) is None:
             raise FailedError(NOT_READY)
         request = replace(wanted.request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
         queue = connection.waiting[request.request_id] = asyncio.Queue()
         life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers, error=CANCELLED.message)
+        life.model = connection.link.handshake.model.name
         sequence = life.sequences[request.request_id] = SequenceLife.of(request)
         is_ended = False
         try:
@@ -98,7 +103,7 @@ class EngineClient:
                 if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                     raise FailedError(output.error or CANCELLED)
                 life.error = "" if is_ended else life.error
-                yield output, None
+                yield output
         except FaserError as error:
             life.error = str(error)
             raise

@@ -64,12 +64,12 @@ class Answer:
         """The stop string that ended the answer."""
         return self._stream.matched_stop
 
-    def add(self, output: EngineOutput, is_drafted: Sequence[bool] | None) -> Piece | None:
-        """Returns what the output adds, or None. is_drafted: as in AnswerStream.add."""
+    def add(self, output: EngineOutput) -> Piece | None:
+        """Returns what the output adds, or None."""
         echo = AnswerPart([]) if self._has_echoed else self._echo(output)
         if not self.wanted.max_tokens:
             output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
-        part = self._stream.add(output, is_drafted)
+        part = self._stream.add(output)
         self.num_tokens += len(part.tokens)
         for token in part.tokens:
             self._count(is_drafted=token.is_drafted)
@@ -134,9 +134,9 @@ class ApiReply:
         self.answers = [Answer(one, model.tokenizer) for one in wanted]
         self._has_begun = False
 
-    def add(self, index: int, output: EngineOutput, is_drafted: Sequence[bool] | None) -> list[Event] | None:
+    def add(self, index: int, output: EngineOutput) -> list[Event] | None:
         """Takes an output of one choice. Returns its events, or None if it adds nothing."""
-        piece = self.answers[index].add(output, is_drafted)
+        piece = self.answers[index].add(output)
         if piece is None:
             return None
         begun, self._has_begun = [] if self._has_begun else self.begin(), True

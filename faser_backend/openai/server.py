@@ -1,4 +1,4 @@
-"""`faser openai`: starts the OpenAI server, a separate process in front of a running Triton server."""
+"""`faser openai`: starts the OpenAI server, a separate process beside a Triton server of this machine."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from urllib.parse import urlsplit
 
 import uvicorn
 
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import Limits
 from faser_backend.files import FileError, read_text
-from faser_backend.manifest import EngineManifest
 from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.connections import Connection, open_files
 from faser_backend.serving.access import check_address, is_loopback
-from faser_backend.serving.drafting import served_models
 from faser_backend.serving.log_format import log_request
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from faser_backend.serving.request_life import Listener
-from faser_backend.serving.served_model import ServedModel
 from faser_backend.serving.tracing import Tracing
-from faser_backend.text.prompts import PromptFormat
-from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.link import only_socket
 from faser_backend.triton.server import check_ports
 
 MAX_KEYS = 1000
@@ -35,28 +29,23 @@ DRAIN_S = 60  # time for streams in flight to end
 BACKLOG = 1024  # below MAX_CONNECTIONS: a new connection is read before it can be closed to make room
 
 
-def run_openai(options: OpenAIOptions, engine_dir: Path, draft: str, logs: ModelOptions) -> None:
+def run_openai(options: OpenAIOptions, logs: ModelOptions) -> None:
     """Serves until SIGINT or SIGTERM, then lets the requests in flight end. Raises ConfigError.
 
-    draft: as in the Triton server, because a draft model may limit the context. logs: of requests that do not pass
-    through Triton.
+    logs: of requests that do not pass through Triton.
     """
     callers = callers_of(options)
     check_ports(options.host, {"port": options.port})
-    for name, address in (("triton", options.triton), ("triton-metrics", options.triton_metrics)):
-        check_address(name, address)
-    model = describe(options, engine_dir, draft)
+    check_address("triton-metrics", options.triton_metrics)
     listeners: list[Listener] = [log_request] if logs.log_format == "json" else []
     if logs.otlp_endpoint is not None:
-        tracing = Tracing(logs.otlp_endpoint, model.name)
+        tracing = Tracing(logs.otlp_endpoint)
         atexit.register(tracing.close)
         listeners.append(tracing.trace)
     app = make_app(
-        model,
-        options.triton,
+        options.engine_socket or only_socket(),
         callers,
         metrics_address=options.triton_metrics,
-        engine_socket=options.engine_socket,
         listeners=listeners,
         shows_speculation=options.speculation_metrics,
     )
@@ -89,16 +78,6 @@ class _AnnouncedServer(uvicorn.Server):
             host = f"[{self.config.host}]" if ":" in self.config.host else self.config.host
             origin = f"{scheme}://{host}:{self.config.port}"
             print(f"OpenAI's API {origin}/v1, chat page {origin}/", flush=True)
-
-
-def describe(options: OpenAIOptions, engine_dir: Path, draft: str) -> ServedModel:
-    """Describes the model of an engine directory. Raises ManifestError or ConfigError."""
-    manifest = EngineManifest.load(engine_dir)
-    models = served_models(manifest, EngineConfig.from_options(draft=draft))
-    prompts = PromptFormat.load(engine_dir, manifest, chat_template_file=options.chat_template)
-    tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, prompts)
-    name, limits = options.model_name or engine_dir.resolve().name, Limits(models.vocab_size, models.max_context)
-    return ServedModel.of(name, manifest, limits, tokenizer, options.max_text_bytes)
 
 
 def callers_of(options: OpenAIOptions) -> Callers:

@@ -21,7 +21,7 @@ SERVER, ACCESS, CONTRACT, OPENAI = "Server", "Access", "Triton's contract", "Ope
 ARGUMENTS = "Arguments"  # the section of options that are given by their position
 # Options that several tables have.
 HOST = Option("Listen on this address.", SERVER)
-TRITON_URL = Option("Connect to Triton's gRPC port at HOST:PORT.")
+ENGINE_DIR = Option("Use this engine directory.", parameter="gpt_model_path", unset="the demo pair, built on first use")
 ADMIN_KEY_FILE = Option(
     "Read the key of Triton's administration from this file.", ACCESS, unset="administration is closed"
 )
@@ -50,29 +50,25 @@ class ModelOptions(OptionTable):
     accumulate_tokens: bool = False
 
 
-class PromptOptions(OptionTable):
-    """The options of every process that reads texts: the engine's model and the OpenAI server."""
-
-    engine_dir: Path | None = option(
-        None, "Use this engine directory.", parameter="gpt_model_path", unset="the demo pair, built on first use"
-    )
-    chat_template: Path | None = option(None, "Replace the checkpoint's chat template by this Jinja file.")
-    max_text_bytes: int | None = option(
-        None, "Limit the bytes of one text.", CAPACITY, unset="what fits the context", ge=1
-    )
-
-
 class RunOptions(OptionTable):
     """The model that a command runs, and what drafts for it; serving/model_source.py finds both."""
 
     model: str | None = option(None, "Run this engine, checkpoint, GGUF file or hub model.", ARGUMENTS, values="MODEL")
-    engine_dir: Path | None = option(None, PromptOptions.options()["engine_dir"])
+    engine_dir: Path | None = option(None, ENGINE_DIR)
     draft: str = option("auto", EngineConfig.options()["draft"], values="auto|model|ngram|model+ngram|MODEL")
 
 
-class ServingOptions(PromptOptions):
+class ServingOptions(OptionTable):
     """The options of the engine's model, besides decoding."""
 
+    engine_dir: Path | None = option(None, ENGINE_DIR)
+    chat_template: Path | None = option(None, "Replace the checkpoint's chat template by this Jinja file.")
+    model_name: str | None = option(
+        None, "Name the model in OpenAI's API.", OPENAI, unset="the engine directory's name"
+    )
+    max_text_bytes: int | None = option(
+        None, "Limit the bytes of one text.", CAPACITY, unset="what fits the context", ge=1
+    )
     # The engine supports inflight batching only.
     gpt_model_type: Literal["inflight_batching", "inflight_fused_batching"] = "inflight_fused_batching"
     max_tokens_in_paged_kv_cache: int | None = Field(default=None, ge=1)  # bounds the KV pool
@@ -127,17 +123,15 @@ class ServeOptions(OptionTable):
         return GrpcTls.of(self.grpc_tls_cert, self.grpc_tls_key, self.grpc_tls_root)
 
 
-class OpenAIOptions(PromptOptions):
+class OpenAIOptions(OptionTable):
     """The options of the OpenAI server, which `faser openai` starts, or `faser serve` beside Triton."""
 
-    triton: str = option("127.0.0.1:8001", TRITON_URL)
-    engine_socket: Path | None = option(None, "Reach the engine by this socket.")
+    engine_socket: Path | None = option(
+        None, "Reach the engine by this socket.", unset="that of this user's only engine"
+    )
     triton_metrics: str | None = option(None, "Answer /metrics from Triton's metrics at HOST:PORT.")
     port: int = option(9000, "Listen on this port.")
     host: str = option("127.0.0.1", HOST, section=OPENAI)
-    model_name: str | None = option(
-        None, "Name the model in OpenAI's API.", OPENAI, unset="the engine directory's name"
-    )
     speculation_metrics: bool = option(False, "Report acceptance in every answer, asked or not.", OPENAI)
     api_key_file: Path | None = option(None, "Accept the API keys in this file, one per line.", OPENAI)
     allow_origin: list[str] = option([], "Allow web pages from this https://HOST; repeatable.", OPENAI)

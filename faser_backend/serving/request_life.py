@@ -50,6 +50,7 @@ class RequestLife:
     request_id: str
     received_ns: int
     client_id: str = ""
+    model: str = ""  # its name
     parameters: Mapping[str, Any] = field(default_factory=dict)  # Triton's, which include forwarded headers
     parsed_ns: int = 0  # all tensors are read and tokenised
     submitted_ns: int = 0  # all sequences are submitted to the engine

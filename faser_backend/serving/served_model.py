@@ -1,7 +1,7 @@
 """Describes a served model to the programs that read requests: tokenizer, limits and end tokens.
 
-The engine's process sends a `ServedModel` to the frontends (triton/link.py). The OpenAI server and the Python API make
-their own from the engine directory.
+The engine's process sends a `ServedModel` to the frontends and to the OpenAI server (triton/link.py). The Python API
+makes its own from the engine directory.
 """
 
 from __future__ import annotations

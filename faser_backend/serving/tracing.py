@@ -41,8 +41,8 @@ def forward_options() -> list[str]:
 class Tracing:
     """Makes and sends the spans of one process. `trace` is a request_life.Listener."""
 
-    def __init__(self, endpoint: str, model: str, *, processor: Any = None) -> None:
-        """endpoint: from check_endpoint. model: its name in spans. processor: receives spans instead, for tests."""
+    def __init__(self, endpoint: str, *, processor: Any = None) -> None:
+        """endpoint: from check_endpoint. processor: receives spans instead, for tests."""
         check_endpoint(endpoint)
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -56,7 +56,6 @@ class Tracing:
             processor = BatchSpanProcessor(exporter, schedule_delay_millis=1000)
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("faser", names["service.version"])
-        self._model = model
 
     def trace(self, life: RequestLife) -> None:
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
@@ -64,10 +63,10 @@ class Tracing:
 
         epoch_ns = time.time_ns() - time.perf_counter_ns()  # spans have the time of day
         span = self._tracer.start_span(
-            f"text_completion {self._model}",
+            f"text_completion {life.model}",
             TraceContextTextMapPropagator().extract(life.context),
             SpanKind.SERVER,
-            request_attributes(life, self._model),
+            request_attributes(life),
             start_time=epoch_ns + life.received_ns,
         )
         if life.error:
@@ -97,13 +96,13 @@ class Tracing:
         self._provider.shutdown()
 
 
-def request_attributes(life: RequestLife, model: str) -> dict[str, Any]:
+def request_attributes(life: RequestLife) -> dict[str, Any]:
     """Returns attributes after the conventions for generative models; all others begin with `faser.`."""
     sequences = list(life.sequences.values())
     found: dict[str, Any] = {
         "gen_ai.operation.name": "text_completion",
         "gen_ai.provider.name": "faser",
-        "gen_ai.request.model": model,
+        "gen_ai.request.model": life.model,
         "faser.request_id": life.request_id,
         **({"faser.client_id": life.client_id} if life.client_id else {}),
     }

@@ -214,11 +214,8 @@ class AnswerStream:
         reason = None if self.finish_reason is None else REASONS[self.finish_reason]
         return "stop" if self.is_stopped and reason in (None, "length") else reason
 
-    def add(self, output: EngineOutput, is_drafted: Sequence[bool] | None = None) -> AnswerPart:
-        """Returns what the output adds.
-
-        is_drafted: per token; None for the output of a single step, whose accepted drafted tokens come first.
-        """
+    def add(self, output: EngineOutput) -> AnswerPart:
+        """Returns what the output of a step adds; accepted drafted tokens come first."""
         num_accepted = 0
         if output.stats is not None:
             num_accepted = output.stats.num_accepted - (self.stats.num_accepted if self.stats else 0)
@@ -228,14 +225,13 @@ class AnswerStream:
             if self.is_stopped:
                 break
             text = "" if self._decoder is None else self._match(self._decoder.push(token_id))
-            was_drafted = index < num_accepted if is_drafted is None else is_drafted[index]
             log_prob = None if output.log_probs is None else output.log_probs[index]
             self.cum_log_prob += log_prob or 0.0
             rank, top = None, ()
             if self._num_top and output.generation_logits is not None:
                 logits = output.generation_logits[index]
                 rank, top = 1 + int((logits > logits[token_id]).sum()), best_log_probs(logits, self._num_top)
-            tokens.append(AnswerToken(token_id, text, was_drafted, log_prob, rank, top))
+            tokens.append(AnswerToken(token_id, text, index < num_accepted, log_prob, rank, top))
         if output.finish_reason is None:
             return AnswerPart(tokens)
         self.finish_reason, self.error = output.finish_reason, output.error

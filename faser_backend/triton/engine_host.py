@@ -44,7 +44,9 @@ class EngineHost:
         self._tokenizer = TextTokenizer.from_file(folder / manifest.tokenizer.name, prompts)
         engine = open_engine(engine_dir, manifest, config)
         self.handshake = Handshake(
-            ServedModel.of(folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes),
+            ServedModel.of(
+                options.model_name or folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes
+            ),
             max_queue_size=config.max_queue_size,
             out_of_vocab=options.out_of_vocab,
             excludes_input=options.exclude_input_in_output,

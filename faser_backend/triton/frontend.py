@@ -141,7 +141,7 @@ class Frontend:
         parameters: the request's parameters in Triton, for its life's record.
         """
         request_id = f"{os.getpid()}-{next(self._numbers)}"
-        life = RequestLife(request_id, time.perf_counter_ns(), client_id, parameters or {})
+        life = RequestLife(request_id, time.perf_counter_ns(), client_id, self._handshake.model.name, parameters or {})
         try:
             self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
         except FaserError as error:

@@ -139,6 +139,16 @@ def remove_stale_sockets(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def only_socket() -> Path:
+    """Returns the socket of this user's only engine. Raises ConfigError if there is none, or another one."""
+    folder = socket_path(0).parent
+    remove_stale_sockets(folder)
+    found = sorted(str(path) for path in folder.glob("engine-*.sock") if not path.is_symlink())
+    if len(found) != 1:
+        raise ConfigError(f"engine-socket: must name the socket of an engine; there are {', '.join(found) or 'none'}")
+    return Path(found[0])
+
+
 def socket_id(path: Path) -> tuple[int, ...]:
     """Returns an id that changes when another engine's socket takes this path. Empty: there is none."""
     try:

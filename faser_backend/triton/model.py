@@ -39,7 +39,6 @@ from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
 from faser_backend.triton.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY
 from faser_backend.triton.tensor_io import NamedArray
-from faser_backend.triton.tensors import JSON_ERRORS
 
 _log = logging.getLogger(__name__)
 MAX_LONG_TEXTS = 256  # that may wait for a converter
@@ -66,9 +65,7 @@ class TritonResponder:
     the server. The lock separates the two.
     """
 
-    def __init__(self, request: Any, *, sends_json: bool = False) -> None:
-        """sends_json: errors go to the OpenAI server as JSON of their code, field and text."""
-        self._sends_json = sends_json
+    def __init__(self, request: Any) -> None:
         self.requested_outputs = request.requested_output_names()
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
@@ -79,8 +76,7 @@ class TritonResponder:
         self._send(pb_utils.InferenceResponse(tensors), is_final)
 
     def fail(self, failure: Failure) -> None:
-        message = failure.to_json() if self._sends_json else failure.message
-        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, TRITON_CODES[failure.code]))
+        error = pb_utils.TritonError(failure.message, getattr(pb_utils.TritonError, TRITON_CODES[failure.code]))
         self._send(pb_utils.InferenceResponse(error=error), is_final=True)
 
     def is_cancelled(self) -> bool:
@@ -146,18 +142,18 @@ class ServingModel(ConfiguredModel):
     _frontend: Frontend
     _tracing: Tracing | None = None
 
-    def _open_listeners(self, model: ServedModel) -> list[Listener]:
+    def _open_listeners(self) -> list[Listener]:
         """Raises ConfigError."""
         listeners: list[Listener] = [log_request] if self._options.log_format == "json" else []
         endpoint = self._options.otlp_endpoint
         if endpoint is not None and self._tracing is None:
-            self._tracing = Tracing(endpoint, model.name)
+            self._tracing = Tracing(endpoint)
         return [*listeners, self._tracing.trace] if self._tracing is not None else listeners
 
     def _serve(self, requests: list[Any]) -> None:
         for request in requests:
             parameters = parameters_of(request)
-            responder = TritonResponder(request, sends_json=JSON_ERRORS in parameters)
+            responder = TritonResponder(request)
             try:
                 tensors = self._read(request, parameters)
             except FaserError as error:
@@ -243,7 +239,7 @@ class TextModel(ServingModel):
             is_decoupled=self._is_decoupled,
             contract=self._contract,
             on_answered=self._counters.count,
-            listeners=self._open_listeners(link.handshake.model),
+            listeners=self._open_listeners(),
             beat=beat.beat,
         )
         return frontend, beat
@@ -273,7 +269,7 @@ class EngineModel(ServingModel):
                     beat=self._beats[0].beat,
                 )
                 log.info("starting the text models")
-            listeners = self._open_listeners(self._host.handshake.model)
+            listeners = self._open_listeners()
         except FaserError as error:
             self._reporter.close()
             raise pb_utils.TritonModelException(str(error)) from None

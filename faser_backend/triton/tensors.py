@@ -13,9 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 Tensors = Mapping[str, np.ndarray]
-# A request parameter of our OpenAI server: errors come as JSON of code, field and text, as Triton reports only a few
-# codes and a text.
-JSON_ERRORS = "faser_json_errors"
 
 
 class TritonTensor(NamedTuple):

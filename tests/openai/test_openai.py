@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import subprocess
@@ -14,20 +13,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import openai
 import pytest
-from starlette.testclient import TestClient
 
-from faser_backend.core.errors import ConfigError, ErrorCode
-from faser_backend.core.request import Request
+from faser_backend.core.errors import ConfigError
+from faser_backend.lab.abuse.clients import ask_http
 from faser_backend.lab.checks.servers import free_ports
-from faser_backend.openai.app import PAGE, Callers, make_app
+from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
-from faser_backend.openai.errors import ANSWERS, ApiError
-from faser_backend.openai.requests import Generation
-from faser_backend.openai.server import callers_of, describe, run_openai
-from faser_backend.openai.triton_client import TokenClient
+from faser_backend.openai.server import callers_of, run_openai
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from tests.support.chat_templates import HERMES
 from tests.support.clients import metric, wait_for_free_blocks
@@ -349,41 +343,15 @@ def test_a_full_queue_asks_for_patience(api: Api):
         time.sleep(0.05)
 
 
-def test_a_triton_that_is_gone_or_lacks_the_model_is_unavailable(api: Api, monkeypatch: pytest.MonkeyPatch):
-    """Maps errors of Triton and gRPC by their codes, not their messages."""
-    assert set(ANSWERS) == set(ErrorCode)
-
-    async def ask_triton(url: str) -> None:
-        client = TokenClient(url, 64)
-        try:
-            async for _ in client.generate(Generation(Request("", np.array([1]), 1), 1), {}):
-                pass
-        finally:
-            await client.close()
-
-    with pytest.raises(ApiError) as gone:
-        asyncio.run(ask_triton(f"127.0.0.1:{free_ports(1)[0]}"))
-    monkeypatch.setattr("faser_backend.openai.triton_client.MODEL", "nothing")
-    with pytest.raises(ApiError) as lacking:
-        asyncio.run(ask_triton(f"127.0.0.1:{api.served.grpc_port}"))
-    assert gone.value.status == lacking.value.status == 503
-
-
-def test_both_ways_to_the_engine_give_equal_answers_and_are_counted(api: Api, engine_dir: Path):
-    asked = {"prompt": [7, 8], "max_tokens": 20, "seed": 5, "temperature": 0.83, "top_p": 0.9, "logit_bias": {"9": 1.1}}
-    asked |= {"logprobs": 2, "echo": True}
-    over_grpc = make_app(
-        describe(OpenAIOptions(model_name=MODEL), engine_dir, "auto"),
-        f"127.0.0.1:{api.served.grpc_port}",
-        Callers(host="testserver"),
-    )
+def test_tokens_are_those_of_tritons_ports_and_are_counted_as_well(api: Api):
+    asked = {"max_tokens": 20, "seed": 5, "temperature": 0.83, "top_p": 0.9}
     counted = api.served.metrics_port, "nv_inference_request_success", "tensorrt_llm"
     time.sleep(1.5)  # counters of requests that do not pass through Triton are sent twice a second
     before = metric(*counted)
-    with TestClient(over_grpc) as client:
-        choices = [client.post("/v1/completions", json=asked).json()["choices"]]
-    choices.append(ask(api, CompletionBody, **asked).model_dump()["choices"])
-    assert choices[0] == choices[1]
+    body = json.dumps(asked | {"text_input": "def f(x):", "exclude_input_in_output": True}).encode()
+    reply = ask_http(api.served.http_port, "/v2/models/ensemble/generate", body)
+    answer = ask(api, CompletionBody, prompt="def f(x):", **asked)
+    assert json.loads(reply.body)["text_output"] == answer.choices[0].text
     time.sleep(1.5)
     assert metric(*counted) == before + 2
 
@@ -452,6 +420,6 @@ def test_what_keeps_the_api_from_being_served_is_told_before_the_server_starts(e
         callers_of(OpenAIOptions(api_key_file=tmp_path))
     with pytest.raises(ConfigError, match=r"tls-cert = .*: no certificate chain"):
         callers_of(OpenAIOptions(tls_cert=engine_dir / "manifest.json", tls_key=engine_dir / "manifest.json"))
-    for name, bad in {"triton": "foo", "triton-metrics": "x:99999", "port": 0}.items():
+    for name, bad in {"triton-metrics": "x:99999", "port": 0}.items():
         with pytest.raises(ConfigError, match=f"^{name} = "):
-            run_openai(OpenAIOptions.from_options(**{name.replace("-", "_"): bad}), engine_dir, "auto", ModelOptions())
+            run_openai(OpenAIOptions.from_options(**{name.replace("-", "_"): bad}), ModelOptions())

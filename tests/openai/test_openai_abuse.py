@@ -11,6 +11,8 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import uvicorn
 from starlette.testclient import TestClient
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.request import EngineOutput, FinishReason
+from faser_backend.core.request import EngineOutput, FinishReason, Limits
 from faser_backend.lab.abuse.clients import Reply, ask_http
 from faser_backend.lab.abuse.openai_attacks import COMPLETIONS, head_of, send_body
 from faser_backend.lab.checks.servers import free_ports
@@ -27,17 +29,22 @@ from faser_backend.openai import app as app_module
 from faser_backend.openai import bodies, connections
 from faser_backend.openai.app import Callers
 from faser_backend.openai.bodies import ChatBody, CompletionBody
-from faser_backend.openai.server import check_origins, describe
-from faser_backend.serving.model_source import demo_engine_dir
-from faser_backend.serving.parameters import OpenAIOptions
+from faser_backend.openai.server import check_origins
+from faser_backend.places import DEMO_PAIR
+from faser_backend.serving.engine_loop import EngineLoop
+from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.triton.link import LinkServer
 from tests.support.chat_templates import HERMES
+from tests.support.harness import fake_engine
 from tests.support.openai_cases import BASE, FIELDS, MESSAGES, PATHS, WEATHER
+from tests.triton.test_link import HANDSHAKE, MODEL
 
 
 class FakeClient:
-    """A fake Triton client: three tokens whose logits are NaN. With `fails` it raises after the first token."""
+    """A fake EngineClient: three tokens whose logits are NaN. With `fails` it raises after the first token."""
 
-    fails, handshake = False, None
+    fails, model = False, replace(MODEL, limits=Limits(2048, 1024), max_text_bytes=1 << 16)
 
     def __init__(self, *_: Any) -> None: ...
     async def is_ready(self) -> bool:
@@ -45,42 +52,44 @@ class FakeClient:
 
     async def close(self) -> None: ...
 
-    async def generate(self, wanted: Any, _: dict[str, str]) -> AsyncIterator[tuple[EngineOutput, list[bool]]]:
+    async def generate(self, wanted: Any, _: dict[str, str]) -> AsyncIterator[EngineOutput]:
         for token_id in (70, 71, 72):
             logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
-            yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits), [False]
+            yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits)
             if FakeClient.fails:
                 raise LookupError("an unexpected failure")
-        yield EngineOutput("", [], finish_reason=FinishReason.STOPPED), []
+        yield EngineOutput("", [], finish_reason=FinishReason.STOPPED)
 
 
 @pytest.fixture(scope="module")
-def options(tmp_path_factory: pytest.TempPathFactory) -> OpenAIOptions:
-    template = tmp_path_factory.mktemp("openai") / "template.jinja"
-    template.write_text(HERMES)
-    return OpenAIOptions(triton="127.0.0.1:1", port=free_ports(1)[0], chat_template=template)
-
-
-@pytest.fixture(scope="module")
-def app(options: OpenAIOptions) -> Iterator[Any]:
+def app() -> Iterator[Any]:
+    prompts = PromptFormat(HERMES, {"bos_token": "", "eos_token": ""})
+    tokenizer = TextTokenizer.from_file(DEMO_PAIR / "target" / "tokenizer.json", prompts)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(app_module, "TokenClient", FakeClient)
-        yield app_module.make_app(describe(options, demo_engine_dir(), "auto"), options.triton, Callers())
+        patch.setattr(FakeClient, "model", replace(FakeClient.model, tokenizer=tokenizer))
+        patch.setattr(app_module, "EngineClient", FakeClient)
+        yield app_module.make_app(Path(), Callers())
+    tokenizer.close()
 
 
 @pytest.fixture(scope="module")
-def server(options: OpenAIOptions) -> Iterator[tuple[int, int]]:
-    """Starts an OpenAI server without a Triton server. Returns its port and process id."""
-    given = ["--engine-dir", demo_engine_dir(), "--triton", options.triton, "--port", options.port]
-    given += ["--chat-template", options.chat_template, "--allow-origin", "https://chat.example"]
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
+    """Starts an OpenAI server before a fake engine. Returns its port and process id."""
+    path, [port] = tmp_path_factory.mktemp("openai") / "engine.sock", free_ports(1)
+    loop = EngineLoop(fake_engine()[0])
+    engine = LinkServer(loop, HANDSHAKE, path)
+    given = ["--engine-socket", path, "--port", port, "--allow-origin", "https://chat.example"]
     command = [sys.executable, "-m", "faser_backend.cli", "openai", *map(str, given)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None and process.stdout.readline().startswith("OpenAI's API")
-        yield options.port, process.pid
+        assert process.stdout.readline() == "the engine is reached\n"
+        yield port, process.pid
     finally:
         process.kill()
         process.communicate()
+        engine.close()
+        loop.close()
 
 
 def error_of(reply: Reply) -> dict[str, Any]:
@@ -276,9 +285,9 @@ FORM, PLAIN = {"Content-Type": "application/x-www-form-urlencoded"}, {"Content-T
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
-        (FORM, 503),  # curl -d; 503: accepted, but there is no Triton server
-        ({"origin": "http://HOST"}, 503),  # the chat page
-        ({"origin": "https://chat.example"}, 503),
+        (FORM, 400),  # curl -d; 400: accepted, but the fake engine lacks such tokens
+        ({"origin": "http://HOST"}, 400),  # the chat page
+        ({"origin": "https://chat.example"}, 400),
         ({"origin": "https://evil.example"}, 403),
         ({"origin": "http://localhost:1"}, 403),
         ({"origin": "http://evil.example:9000", "host": "evil.example:9000"}, 403),  # DNS rebinding
@@ -288,7 +297,7 @@ FORM, PLAIN = {"Content-Type": "application/x-www-form-urlencoded"}, {"Content-T
 def test_a_web_page_of_another_origin_may_not_ask(server: tuple[int, int], headers: dict[str, str], status: int):
     headers = {name: value.replace("HOST", f"127.0.0.1:{server[0]}") for name, value in headers.items()}
     reply = ask_http(server[0], COMPLETIONS, json.dumps(BASE[CompletionBody]).encode(), headers=headers)
-    assert reply.status == status and error_of(reply)
+    assert reply.status == status and (error_of(reply)["param"] == "prompt") == (status == 400)
 
 
 def test_a_page_that_is_allowed_may_read_the_answer(server: tuple[int, int]):

@@ -101,7 +101,7 @@ def test_probes_ask_ports_that_exist():
     assert (ports["triton-http"], ports["metrics"]) == (defaults.http_port, defaults.metrics_port)
     probes = [container()[name]["httpGet"] for name in ("startupProbe", "readinessProbe", "livenessProbe")]
     assert [probe["port"] for probe in probes] == ["openai", "openai", "triton-http"]
-    routes = {route.path for route in make_app(None, "", Callers()).routes}  # pyright: ignore
+    routes = {route.path for route in make_app(Path(), Callers()).routes}  # pyright: ignore
     assert {probe["path"] for probe in probes if probe["port"] == "openai"} <= routes
     metadata = manifests()["deployment.yaml"]["spec"]["template"]["metadata"]
     assert metadata["annotations"]["prometheus.io/port"] == str(ports["metrics"])

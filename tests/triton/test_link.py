@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import pickle
 import socket
 import struct
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -43,7 +46,9 @@ from faser_backend.triton.link import (
     LinkServer,
     PackingError,
     SocketLink,
+    only_socket,
     pack,
+    socket_path,
     unpack,
 )
 from tests.support.harness import CONTEXT, VOCAB, drive, fake_engine, open_fake, request
@@ -136,12 +141,14 @@ def test_errors_keep_their_code_and_field_across_the_link(error: FaserError):
     assert back is not None
     restored = FailedError(back)
     assert (str(restored), restored.code, restored.field) == (str(error), error.code, error.field)
-    assert Failure.from_json(error.failure.to_json()) == error.failure
 
 
-@pytest.mark.parametrize("text", ["", "unavailable", "3", "[1]", '{"code": "x", "field": null, "message": ""}'])
-def test_a_text_that_is_no_failure_is_not_taken_for_one(text: str):
-    assert Failure.from_json(text) is None
+def test_the_only_engines_socket_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for process, words in ((2**30, "none"), (os.getppid(), ""), (os.getpid(), f"engine-{os.getpid()}.sock")):
+        socket_path(process).touch()  # the first one is stale
+        with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
+            assert only_socket() == socket_path(process)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ MS = 1_000_000
 
 def life_of(num_sequences: int = 1, num_rounds: int = 3, **fields: Any) -> RequestLife:
     """Returns a request with two tokens per round, the first 10 ms after its start and the last at its end."""
-    life = RequestLife("7-0", 0, ended_ns=100 * MS, **fields)
+    life = RequestLife("7-0", 0, model="tiny", ended_ns=100 * MS, **fields)
     for index in range(num_sequences):
         request_id = f"7-0.{index}"
         sequence = life.sequences[request_id] = SequenceLife(request_id, num_prompt_tokens=5, max_tokens=900)
@@ -36,7 +36,7 @@ def life_of(num_sequences: int = 1, num_rounds: int = 3, **fields: Any) -> Reque
 
 def spans_of(life: RequestLife) -> list[Any]:
     exporter = InMemorySpanExporter()
-    tracing = Tracing("http://127.0.0.1:1", "tiny", processor=SimpleSpanProcessor(exporter))
+    tracing = Tracing("http://127.0.0.1:1", processor=SimpleSpanProcessor(exporter))
     tracing.trace(life)
     tracing.close()
     return list(exporter.get_finished_spans())

@@ -22,12 +22,11 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, ManifestError, RequestError, UnavailableError
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
-from faser_backend.openai.server import describe
 from faser_backend.places import MODEL_REPO
 from faser_backend.serving import runtimes
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.loading import CHECKING, PhaseDisplay
-from faser_backend.serving.parameters import START_TIMEOUT_S, OpenAIOptions, ServingOptions
+from faser_backend.serving.parameters import START_TIMEOUT_S, ServingOptions
 from faser_backend.triton.engine_host import EngineHost
 from faser_backend.triton.launch import check_engine
 from tests.support.harness import drive, request
@@ -79,12 +78,11 @@ class Disk:
         patch.setattr(runtimes, "open_llvm", load)
 
     def start(self, verify: str) -> None:
-        """Runs what reads files in the processes of `faser serve`: the launcher, the engine, the OpenAI server."""
+        """Runs what reads files in the processes of `faser serve`: the launcher and the engine."""
         config = EngineConfig.from_options(verify=verify)
         check_engine(self.engine, config, None)
         with pytest.raises(Loaded):
             EngineHost(ServingOptions(engine_dir=self.engine), config, MagicMock())
-        describe(OpenAIOptions(), self.engine, "auto")
 
     def seconds(self, bytes_per_s: float) -> dict[str, float]:
         return {phase: self.num_bytes[phase] / bytes_per_s for phase in ("verify", "load")} | LATER_S
