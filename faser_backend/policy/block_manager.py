@@ -41,6 +41,7 @@ class BlockManager:
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int64)
         self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._digests: list[list[bytes]] = [[] for _ in range(max_num_seqs)]  # of a slot's published blocks
+        self._num_drafted = [0] * max_num_seqs  # a slot's blocks that hold the draft's KV too
         self._ref_counts = [0] * num_blocks
         self._is_free = bytearray(b"\1" * num_blocks)
         self._num_free = num_blocks
@@ -96,6 +97,7 @@ class BlockManager:
             self._cached.pop(block, None)
             self._ref_counts[block] += 1
         self._blocks[slot] = list(match.blocks)
+        self._num_drafted[slot] = match.num_draft_tokens // self.block_size
         self.block_tables[slot, : len(match.blocks)] = match.blocks
         was_enough = self.grow(slot, num_tokens)
         assert was_enough, "admission must be checked against num_needed_blocks"
@@ -129,16 +131,11 @@ class BlockManager:
         self._digests[slot].clear()
 
     def publish(self, slot: int, token_ids: np.ndarray, target_len: int, draft_len: int) -> None:
-        """Offers the slot's full blocks for reuse; called after tokens were committed.
-
-        A drafting sequence (draft_len > 0) waits until the draft has caught up, which is a token or
-        two behind, so that a request that reuses the block need not draft-prefill it again.
-        """
+        """Offers the slot's full blocks for reuse; called after tokens were committed. The draft's KV of a block is
+        offered when the draft has read it, by whichever sequence: a request that reuses it need not read it again."""
         if not self.can_reuse:
             return
-        if draft_len:
-            target_len = min(target_len, draft_len)
-        digests, blocks = self._digests[slot], self._blocks[slot]
+        digests, blocks, num_drafted = self._digests[slot], self._blocks[slot], draft_len // self.block_size
         for index in range(len(digests), target_len // self.block_size):
             digest = self._digest(digests[-1] if digests else b"", token_ids, index)
             digests.append(digest)
@@ -146,7 +143,10 @@ class BlockManager:
             if digest not in self._published:
                 self._published[digest] = block
                 self._digest_of[block] = digest
-                self._has_draft[block] = draft_len > 0
+                self._has_draft[block] = index < num_drafted
+        for block in blocks[self._num_drafted[slot] : num_drafted]:
+            self._has_draft[block] = True
+        self._num_drafted[slot] = num_drafted
 
     def _digest(self, parent: bytes, token_ids: np.ndarray, index: int) -> bytes:
         # 128 bits over the whole prefix: two prefixes share a digest only if they are equal.

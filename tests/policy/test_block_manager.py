@@ -61,20 +61,17 @@ def test_a_different_first_block_shares_nothing():
     assert blocks.match(other, 12).blocks == []
 
 
-def test_a_block_waits_for_the_draft_unless_nobody_drafts():
-    blocks = manager()
-    tokens = np.arange(13)
+def test_a_prefix_that_any_sequence_s_draft_has_read_is_offered_to_drafts():
+    blocks, tokens = manager(), np.arange(13)
     admit(blocks, 0, tokens)
-    blocks.publish(0, tokens, 12, 5)
-    match = blocks.match(tokens, 13)
-    assert (match.num_target_tokens, match.num_draft_tokens) == (4, 4)
-    blocks.publish(0, tokens, 12, 12)
+    for draft_len, expected in ((0, 0), (5, 4)):
+        blocks.publish(0, tokens, 12, draft_len)
+        match = blocks.match(tokens, 13)
+        assert (match.num_target_tokens, match.num_draft_tokens) == (12, expected)
+    admit(blocks, 1, tokens)
+    blocks.free(0)
+    blocks.publish(1, tokens, 12, 12)
     assert blocks.match(tokens, 13).num_draft_tokens == 12
-    other = tokens + 50
-    admit(blocks, 1, other)
-    blocks.publish(1, other, 12, 0)
-    match = blocks.match(other, 13)
-    assert (match.num_target_tokens, match.num_draft_tokens) == (12, 0)
 
 
 def test_eviction_takes_the_end_of_the_oldest_prefix_first():
@@ -94,7 +91,9 @@ def test_random_operations_keep_every_block_accounted_for(seed: int):
     rng = np.random.default_rng(seed)
     blocks = manager(num_blocks=14)
     held: dict[int, np.ndarray] = {}
+    draft_lens: dict[int, int] = {}
     content: dict[int, tuple[int, ...]] = {}  # what each published block was filled with
+    drafted: dict[int, tuple[int, ...]] = {}  # what the draft has read into it
     for _ in range(400):
         slot = int(rng.integers(4))
         if slot not in held:
@@ -102,9 +101,11 @@ def test_random_operations_keep_every_block_accounted_for(seed: int):
             match = blocks.match(tokens, tokens.size)
             for index, block in enumerate(match.blocks):
                 assert content[block] == tuple(tokens[: (index + 1) * SIZE])
+            has_draft = [drafted.get(block) == content[block] for block in match.blocks]
+            assert match.num_draft_tokens == SIZE * [*has_draft, False].index(False)
             if blocks.num_needed_blocks(match, tokens.size) <= blocks.num_free_blocks:
                 blocks.admit(slot, match, tokens, tokens.size)
-                held[slot] = tokens
+                held[slot], draft_lens[slot] = tokens, match.num_draft_tokens
         else:
             tokens = held[slot]
             action = rng.integers(4)
@@ -112,9 +113,11 @@ def test_random_operations_keep_every_block_accounted_for(seed: int):
                 blocks.free(slot)
                 del held[slot]
             elif action == 1:
-                blocks.publish(slot, tokens, tokens.size, tokens.size)
-                for index in range(tokens.size // SIZE):
-                    content[int(blocks.block_tables[slot, index])] = tuple(tokens[: (index + 1) * SIZE])
+                draft_lens[slot] = int(rng.integers(draft_lens[slot], tokens.size + 1))
+                blocks.publish(slot, tokens, tokens.size, draft_lens[slot])
+                for known, num_tokens in ((content, tokens.size), (drafted, draft_lens[slot])):
+                    for index in range(num_tokens // SIZE):
+                        known[int(blocks.block_tables[slot, index])] = tuple(tokens[: (index + 1) * SIZE])
             elif action == 2:
                 blocks.grow(slot, min(40, tokens.size + int(rng.integers(1, 9))))
             else:
