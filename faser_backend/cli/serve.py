@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from faser_backend.cli.build import MIN_CONTEXT, BuildOptions
 from faser_backend.cli.options import takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
 from faser_backend.serving import parameters as tables
@@ -16,11 +17,22 @@ from faser_backend.serving.parameters import ADMIN_KEY_FILE, ModelOptions, OpenA
 
 DEMO_NAME = "demo"  # of the demo pair in OpenAI's API: its directory is named by a hash
 LOGS = "log_format otlp_endpoint"
+BUILD = BuildOptions.options()
 OPENAI = "api_key_file allow_origin tls_cert tls_key speculation_metrics"
+
+
+class SourceOptions(OptionTable):
+    """How `faser serve` builds a checkpoint that MODEL names."""
+
+    runtime: str | None = option(None, BUILD["runtime"], unset="torch on a GPU, else llvm")
+    max_context: int | None = option(None, BUILD["max_context"], unset="the models'", ge=MIN_CONTEXT)
+    dtype: str | None = option(None, BUILD["dtype"], unset="the runtime's")
+    weights: str | None = option(None, BUILD["weights"], unset="as faser build")
 
 
 @takes(
     run=tables.RunOptions,
+    source=SourceOptions,
     serving=ServingOptions,
     where=ServeOptions,
     model=(ModelOptions, LOGS),
@@ -30,6 +42,7 @@ OPENAI = "api_key_file allow_origin tls_cert tls_key speculation_metrics"
 def serve(
     *,
     run: tables.RunOptions,
+    source: SourceOptions,
     serving: ServingOptions,
     where: ServeOptions,
     model: ModelOptions,
@@ -47,7 +60,7 @@ def serve(
     _check_access(where, openai)
     if model.otlp_endpoint is not None:
         model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
-    found = find_engine(run, model.log_format)
+    found = find_engine(run, model.log_format, **source.model_dump(exclude_none=True))
     engine = EngineConfig.from_options(**engine.model_dump(exclude_unset=True) | {"draft": found["draft"]})
     name = shown_name(run.model) if run.model else None if run.engine_dir else DEMO_NAME
     directory = check_engine(found["engine_dir"], engine, serving.chat_template)

@@ -56,15 +56,20 @@ class Source(NamedTuple):
     blobs: tuple[Path, ...] = ()  # weights in the hub's cache, to be checked before a build
 
 
-def find_engine(run: RunOptions, log_format: str = "text") -> dict[str, Any]:
-    """Returns the options engine_dir (None: the demo pair's) and draft; downloads and builds. Raises FaserError."""
+def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict[str, Any]:
+    """Returns the options engine_dir (None: the demo pair's) and draft; downloads and builds. Raises FaserError.
+
+    build: options of `build_engines`, for a model that is built.
+    """
     path, is_source = Path(run.model or "").expanduser(), run.draft not in get_args(DraftSource)
     if run.model is not None and run.engine_dir is not None:
         raise ConfigError(f"--engine-dir = {run.engine_dir}: MODEL = {run.model!r} is given too")
     if run.model is None or (path / MANIFEST_FILE).is_file():
-        if is_source:
-            raise ConfigError(f"--draft = {run.draft!r}: an engine is built already; name a checkpoint as MODEL")
+        for name, value in (build | ({"draft": run.draft} if is_source else {})).items():
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} = {value!r}: an engine is built already; name a checkpoint as MODEL")
         return {"engine_dir": run.engine_dir if run.model is None else path, "draft": run.draft}
+    build = {"runtime": runtime_here()} | build
     head = next((data_folder() / "models" / head for name, head in HEADS.items() if name in run.model.lower()), None)
     with shown_phases(None if log_format == "text" else partial(line_logger(log_format, "serve"), "INFO")):
         target, drafting = _open_source("MODEL", run.model), None
@@ -76,7 +81,7 @@ def find_engine(run: RunOptions, log_format: str = "text") -> dict[str, Any]:
             else:
                 log.warning(f"{head}: a checkout alone has this head of {run.model}; without it, n-grams draft")
         return {
-            "engine_dir": cached_engine(target, drafting, runtime_here()),
+            "engine_dir": cached_engine(target, drafting, **build),
             "draft": "auto" if is_source else run.draft,
         }
 
@@ -165,12 +170,15 @@ def runtime_here() -> str:
 
 
 def cached_engine(
-    target: Source, draft: Source | None, runtime: str = DEFAULT_RUNTIME, *, is_profiled: bool = True
+    target: Source, draft: Source | None, runtime: str = DEFAULT_RUNTIME, *, is_profiled: bool = True, **build: Any
 ) -> Path:
-    """Returns the directory of the checkpoints' engine; builds it, and measures a quick profile, unless it is there."""
+    """Returns the directory of the checkpoints' engine; builds it, and measures a quick profile, unless it is there.
+
+    build: options of `build_engines`, which refuses an unknown runtime.
+    """
     cache, sources = cache_folder(), [target] if draft is None else [target, draft]
-    dtype = "fp32" if RUNTIMES[runtime].is_cpu else "bf16"
-    inputs = repr((VERSION, FORMAT_VERSION, runtime, [source.digest for source in sources]))
+    inputs = repr((VERSION, FORMAT_VERSION, runtime, [source.digest for source in sources], *sorted(build.items())))
+    build = {"dtype": "fp32" if RUNTIMES.get(runtime, RUNTIMES[DEFAULT_RUNTIME]).is_cpu else "bf16"} | build
     digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     title = re.sub(r"[^\w.]+", "-", shown_name(target.name).rpartition("/")[2]).strip(".-")[:80]
     directory = next(cache.glob(f"*-{digest}"), cache / f"{title}-{digest}")
@@ -186,14 +194,14 @@ def cached_engine(
                 _check_blob(file)
             for left in cache.glob(f".{directory.name}.*"):  # of killed builds: this process holds the lock
                 shutil.rmtree(left, ignore_errors=True)
-            step = f"building the engine for {runtime}, {dtype}"
+            step = f"building the engine for {runtime}, {build['dtype']}"
             manifest = build_engines(
                 target.path,
                 draft and draft.path,
                 directory,
                 runtime=runtime,
-                dtype=dtype,
                 progress=lambda what, done, total: log.info(f"{step}: {done}/{total} {what}"),
+                **build,
             )
         (directory / RECORD_FILE).write_text(json.dumps([source.name for source in sources]))
         if is_profiled:

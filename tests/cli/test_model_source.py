@@ -17,11 +17,12 @@ from wsgiref.simple_server import make_server
 import pytest
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.manifest import EngineManifest
 from faser_backend.serving import model_source
 from faser_backend.serving.loading import reporting_to
 from faser_backend.serving.model_source import cached_engine, demo_engine_dir, find_engine, list_engines, local_source
 from faser_backend.serving.parameters import RunOptions
-from tests.support.serving_pair import write_pair
+from tests.support.serving_pair import MAX_CONTEXT, write_pair
 
 COMMIT = "c0ffee" + 34 * "0"
 URL = re.compile(r"(?:/api/models)?/([^/]+/[^/]+)(?:/(\w+)/(?:.*/)?([^/]+))?")  # repository, kind, revision or file
@@ -147,9 +148,31 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
     assert find_engine(RunOptions(model=str(engine), draft="ngram")) == {"engine_dir": engine, "draft": "ngram"}
     assert "an engine is built already; name a checkpoint" in run("serve", engine, "--draft", draft)[2]
     assert "MODEL = 'x' is given too" in run("serve", "x", "--engine-dir", engine)[2]
+    for at in ((engine,), ("--engine-dir", engine), ()):
+        assert "--weights = 'int8': an engine is built already" in run("serve", *at, "--weights", "int8")[2]
     assert run("cache", "list")[:2] == (0, f"{engine.name}  0 MB, {pair}/target with draft {draft}\n")
     assert "error: other: no such engine" in run("cache", "remove", "other")[2]
     assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {}
+
+    def served(*options: object) -> EngineManifest:
+        """Returns what the server would be given."""
+        monkeypatch.setattr(
+            "faser_backend.triton.launch.serve_until_signalled", lambda _, given, **__: found.append(given)
+        )
+        found = list[dict[str, str]]()
+        assert run("serve", pair / "target", "--draft", "ngram", *options)[0] == 0
+        return EngineManifest.load(Path(found[0]["gpt_model_path"]))
+
+    plain, small = served(), served("--weights", "int8", "--max-context", 64)
+    assert (plain.target.weight_format.formats[0], plain.target.spec.max_context) == ("fp32", MAX_CONTEXT)
+    assert (small.target.weight_format.formats[0], small.target.spec.max_context) == ("int8", 64)
+    assert served("--runtime", "torch", "--dtype", "bf16").runtime == "torch" and len(list_engines()) == 3
+    for option, value, words in (
+        ("--runtime", "gpu", "runtime = 'gpu': must be one of"),
+        ("--dtype", "fp16", "dtype = 'fp16': runtime 'llvm' supports only 'fp32'"),
+        ("--max-context", 8, "max_context = 8: "),
+    ):
+        assert words in run("serve", pair / "target", option, value)[2] and len(list_engines()) == 3
     monkeypatch.setattr(model_source, "cached_engine", lambda target, draft, runtime: f"{draft.name}, {runtime}")
     known = shutil.copytree(pair / "target", pair / "SmolLM2-135M-Instruct-fp16", dirs_exist_ok=True)
     for device, runtime in ((pair / "none", "llvm"), (pair, "torch")):
