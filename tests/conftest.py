@@ -19,8 +19,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The slowest files, slowest first: parallel workers begin with them, so that none is left for the end.
 SLOW_FILES = [
-    "endings", "output_distribution", "conformance", "openai", "abuse", "trtllm", "profile", "families", "operating",
-    "openai_abuse", "bench", "exactness", "server", "examples", "train_head", "cli_lab", "smollm2", "tutorial",
+    "kernels", "quantised_checkpoint", "output_distribution", "experts", "endings", "products", "exactness",
+    "eagle3_drafting", "examples", "attention", "wheel", "bfloat16_units", "abuse", "eagle3", "throughput_policy",
+    "runner", "gguf_malformed", "gguf", "templates", "tensorrt_build", "gguf_checkpoint", "operating", "gp_lcb",
+    "conformance", "kernels_compile", "smollm2", "trtllm", "train_head", "bench", "tutorial", "isolation",
 ]  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from tests.support.gguf_models import Edit, write_gguf
 from tests.support.tiny_models import LLAMA3_ROPE, largest_error, random_model, write_model
 
 QUANTISED = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
-K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 32, "head_dim": 8}
 LLAMA_31 = {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 
 

@@ -109,7 +109,7 @@ def last_program_kernel(out):
     tl.store(out, tl.program_id(0))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_no_order_of_programs_changes_a_bit(monkeypatch, seed):
     monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
     shape, rows, found = Shape(rows=(3, 1, 5), contexts=(40, 9, 0), head_dim=16), torch.randn(9, 64), []

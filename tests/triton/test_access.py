@@ -124,6 +124,7 @@ def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_calls_ne
                 pytest.raises(InferenceServerException, match=r"UNAVAILABLE|DEADLINE"),
             ):
                 client.is_server_ready(client_timeout=5)
+        running.kill()
 
 
 def test_half_a_pair_of_certificates_and_unknown_groups_of_calls_are_refused(tmp_path: Path):

@@ -43,6 +43,7 @@ def server(engine_dir: Path) -> Iterator[ServeOptions]:
     with TritonServer(on_free_ports(), parameters) as running:
         running.wait_ready()
         yield running.options
+        running.kill()  # a drain would take seconds
 
 
 @pytest.fixture
