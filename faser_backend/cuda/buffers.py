@@ -24,6 +24,7 @@ SLOT_MAPPING = TensorSpec("slot_mapping", "int32", ("T",))
 TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 FEATURES = "features"  # the target's hidden states that a draft head reads, in the target's pool
 FEATURE_ROWS = "aux_hidden"  # one layer's rows of them, an input or output of a compiled engine
+PADDED = "pad_idx"  # an input of segments that pad every sequence to the longest
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
@@ -39,7 +40,7 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
         "table_width": (1,),
         "logit_rows": (bounds.num_logit_rows,),
         "exit_candidates": (bounds.num_rows, bounds.num_candidates),
-        "pad_idx": (bounds.num_sequences, bounds.max_rows),
+        PADDED: (bounds.num_sequences, bounds.max_rows),
         "unpad_idx": (bounds.num_rows,),
     }
     if name not in shapes:
@@ -114,10 +115,10 @@ def fill_inputs(
     _put(inputs, "logit_rows", rows.logit_rows, 0)
     if candidates is not None:
         _put(inputs, "exit_candidates", candidates, 0)
-    if "pad_idx" in inputs:
+    if PADDED in inputs:
         columns = np.arange(bounds.max_rows)
         padded = np.minimum(rows.cu_rows[:-1, None] + columns, rows.cu_rows[1:, None] - 1)
-        _put(inputs, "pad_idx", padded, 0)
+        _put(inputs, PADDED, padded, 0)
         _put(inputs, "unpad_idx", sequence * bounds.max_rows + offset, 0)
 
 

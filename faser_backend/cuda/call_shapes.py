@@ -1,12 +1,17 @@
-"""Shapes of the calls that a runner captures: a menu of row counts, or buckets of every dimension.
+"""Menus of the shapes of calls, all of which a runner prepares and captures before the first request.
 
 The project's kernels read sequence lengths, rows per sequence and table widths on the device, so their calls differ
-only in the number of rows. For compiled engines the host sets every dimension.
+only in the number of rows. TensorRT-RTX runs no kernels of the project: it pads attention to the shape of the call.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from math import isqrt
+from operator import le
 from typing import NamedTuple
 
 from faser_backend.core.batch import RowBatch
@@ -20,7 +25,8 @@ ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MAX_GRAPH_
 PROMPT_ROWS = 128  # from here on a call without logits, such as a prompt's chunk, has a separate shape
 FILTER_ROWS = 64  # rows sorted at once for top-k and top-p
 ROW_STEP = 8
-MIN_BLOCKS = 8
+PADDED_ROWS = (1, 8)  # of each sequence in padded calls: decode, verification
+MOST_PADDED_ROWS = 16  # the same for the longest verification
 
 
 class CallBounds(NamedTuple):
@@ -38,94 +44,87 @@ UNLIMITED = CallBounds(*[1 << 30] * 6)
 
 
 @dataclass(frozen=True)
-class RowMenu:
-    """Shapes that differ in the number of rows only. num_blocks: columns of a table that holds any context."""
+class CallMenu:
+    """The shapes of a runner's calls, within `limits`: compiled engines', or UNLIMITED but for the blocks of a context.
 
-    num_blocks: int
-
-    def of(self, rows: RowBatch, num_candidates: int) -> CallBounds:
-        """Returns the shape of a batch's call."""
-        num_rows, num_logit_rows = rows.num_rows, rows.logit_rows.shape[0]
-        if num_rows <= MAX_GRAPH_ROWS:
-            return self._shape(num_rows, num_candidates, has_logits=num_logit_rows > 0)
-        padded, longest = ceil_to(num_rows, ROW_STEP), int(rows.rows_per_sequence.max())
-        return CallBounds(
-            padded, rows.num_sequences, longest, self.num_blocks, bucketed_rows(num_logit_rows), num_candidates
-        )
-
-    def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
-        """Returns the shape of a call with one row and one logit row per sequence, of up to num_tokens tokens."""
-        return self._shape(num_sequences, 0, has_logits=True)
-
-    def menu(self, num_candidates: int) -> list[CallBounds]:
-        """Returns every shape that may be captured."""
-        kinds = [(count, True) for count in ROW_COUNTS]
-        if not num_candidates:
-            kinds += [(count, False) for count in ROW_COUNTS if count >= PROMPT_ROWS]
-        return [self._shape(count, num_candidates, has_logits=has_logits) for count, has_logits in kinds]
-
-    def _shape(self, num_rows: int, num_candidates: int, *, has_logits: bool) -> CallBounds:
-        count = next(count for count in ROW_COUNTS if count >= num_rows)
-        num_logit_rows = count if has_logits or count < PROMPT_ROWS else 0
-        return CallBounds(count, count, count, self.num_blocks, num_logit_rows, num_candidates)
-
-
-@dataclass(frozen=True)
-class Buckets:
-    """Shapes whose every dimension is rounded up, within `limits`, the largest that programs take.
-
-    A call that exceeds the limits keeps its size, and its program refuses it.
+    is_padded: the engines compute every padded row and column.
     """
 
     kv_block_size: int
     limits: CallBounds
+    is_padded: bool
 
     def of(self, rows: RowBatch, num_candidates: int) -> CallBounds:
-        """See RowMenu."""
-        counts = rows.rows_per_sequence
-        num_blocks = -(-int((rows.context_lens + counts).max()) // self.kv_block_size)
-        longest, num_logit_rows = int(counts.max()), rows.logit_rows.shape[0]
-        needed = CallBounds(rows.num_rows, rows.num_sequences, longest, num_blocks, num_logit_rows, num_candidates)
-        return self._rounded(needed, power_of_two(rows.num_sequences))
+        """Returns the shape of a batch's call: the menu's smallest that holds it, or its own size."""
+        return self._shape(exact_bounds(rows, self.kv_block_size, num_candidates))
 
     def of_decode(self, num_sequences: int, num_tokens: int) -> CallBounds:
-        """See RowMenu."""
+        """Returns the shape of a call with one row and one logit row per sequence, of up to num_tokens tokens."""
         num_blocks = -(-num_tokens // self.kv_block_size)
-        needed = CallBounds(num_sequences, num_sequences, 1, num_blocks, num_sequences, 0)
-        rounded = self._rounded(needed, bucketed_rows(num_sequences))
-        size = min(rounded.num_rows, rounded.num_sequences, rounded.num_logit_rows)
-        return CallBounds(size, size, 1, rounded.num_blocks, size, 0)
+        return self._shape(CallBounds(num_sequences, num_sequences, 1, num_blocks, num_sequences, 0))
+
+    def holds(self, shape: CallBounds) -> bool:
+        """Tells whether a shape is captured."""
+        return shape in self.menu(shape.num_candidates)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:
-        """Returns []: the shapes depend on the traffic."""
-        return []
+        """Returns every shape that is captured, in ascending order."""
+        return menu_shapes(self.limits, num_candidates, self.is_padded)
 
-    def _rounded(self, needed: CallBounds, num_sequences: int) -> CallBounds:
-        rounded = CallBounds(
-            bucketed_rows(needed.num_rows),
-            num_sequences,
-            power_of_two(needed.max_rows),
-            max(power_of_two(needed.num_blocks), MIN_BLOCKS),
-            bucketed_rows(needed.num_logit_rows),
-            needed.num_candidates,
-        )
-        sizes = zip(needed, rounded, self.limits, strict=True)
-        return CallBounds._make(max(need, min(up, limit)) for need, up, limit in sizes)
+    def _shape(self, needed: CallBounds) -> CallBounds:
+        shapes = self.menu(needed.num_candidates)
+        for shape in shapes[bisect_left(shapes, needed[:1]) :]:
+            if all(map(le, needed, shape)):
+                return shape
+        num_rows, num_logit_rows = (ceil_to(size, ROW_STEP) for size in (needed.num_rows, needed.num_logit_rows))
+        larger = needed._replace(num_rows=num_rows, num_logit_rows=num_logit_rows)
+        # A call that exceeds the limits keeps its size, and its program refuses it.
+        return CallBounds._make(map(max, needed, map(min, larger, self.limits)))
 
 
-CallShapes = RowMenu | Buckets
+@cache
+def menu_shapes(limits: CallBounds, num_candidates: int, is_padded: bool) -> list[CallBounds]:
+    """Returns the shapes of a CallMenu with exit scores of num_candidates, or, for 0, without."""
+    wanted = (_padded_shapes if is_padded else _row_shapes)(limits, num_candidates)
+    return sorted({CallBounds._make(map(min, each, limits)) for each in wanted if each.num_rows <= MAX_GRAPH_ROWS})
 
 
-def bucketed_rows(num_rows: int) -> int:
-    """Rounds up the rows of a call: powers of two up to 8, multiples of 8 up to 64, of 32 up to MAX_GRAPH_ROWS."""
-    if num_rows <= ROW_STEP:
-        return power_of_two(num_rows)
-    return ceil_to(num_rows, ROW_STEP if num_rows <= 64 or num_rows > MAX_GRAPH_ROWS else 32)
+def _row_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:
+    """Returns shapes for kernels that read lengths: they differ in rows. Compiled engines have at most 20 in all."""
+    most = min(limits.num_rows, MAX_GRAPH_ROWS)
+    counts = [*(count for count in ROW_COUNTS if count < most), most]
+    if num_candidates and limits.num_rows < UNLIMITED.num_rows:
+        counts = counts[::-3]
+    shapes = [CallBounds(count, count, count, limits.num_blocks, count, num_candidates) for count in counts]
+    prompts = [] if num_candidates else [shape for shape in shapes if shape.num_rows >= PROMPT_ROWS]
+    return shapes + [shape._replace(num_logit_rows=0) for shape in prompts]
 
 
-def power_of_two(count: int) -> int:
-    """Returns the least power of two >= count, or 0 for 0."""
-    return 1 << (count - 1).bit_length() if count > 0 else 0
+def _padded_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:
+    """Returns at most 20 shapes for engines that compute all padding.
+
+    One, some or all sequences decode or are verified, in contexts of up to a quarter of the longest or any; one
+    sequence reads a prompt. Exit scores are of the longest verifications in any context.
+    """
+    widths = -(-limits.num_blocks // 4), limits.num_blocks
+    kinds = [] if num_candidates else [*product(PADDED_ROWS, widths)]
+    some = min(1 << isqrt(limits.num_sequences).bit_length(), limits.num_sequences)
+    wanted = [
+        CallBounds(count * rows, count, rows, width, count * rows, num_candidates)
+        for count in (1, some, limits.num_sequences)
+        for rows, width in [*kinds, (MOST_PADDED_ROWS, limits.num_blocks)]
+    ]
+    longest = min(limits.max_rows, MAX_GRAPH_ROWS)
+    prompts = [] if num_candidates else [CallBounds(longest, 1, longest, width, 1, 0) for width in widths]
+    return wanted + prompts
+
+
+def exact_bounds(rows: RowBatch, kv_block_size: int, num_candidates: int) -> CallBounds:
+    """Returns the bounds of a batch's call without padding."""
+    counts = rows.rows_per_sequence
+    num_blocks = -(-int((rows.context_lens + counts).max()) // kv_block_size)
+    num_logit_rows = rows.logit_rows.shape[0]
+    return CallBounds(rows.num_rows, rows.num_sequences, int(counts.max()), num_blocks, num_logit_rows, num_candidates)
 
 
 def ceil_to(count: int, step: int) -> int:

@@ -8,6 +8,7 @@ the same steps run eagerly. Tokens, noise and margins equal those of TorchSample
 
 from __future__ import annotations
 
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +19,11 @@ from faser_backend.core.ports import DraftTokens
 from faser_backend.cuda.buffers import NO_SLOT
 from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.choice import NUM_WORDS, draw_draft, packed_parameters, perturbed, unpacked, unpacked_draws
-from faser_backend.cuda.graphs import CallCache, RepeatedLaunch
+from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.noise import TorchNoise
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
+from faser_backend.cuda.segment import PreparedCall
 from faser_backend.cuda.streams import on_share
 from faser_backend.cuda.transfer import copy_to_device, to_host
 
@@ -45,11 +47,14 @@ class TorchDraftLoop:
         self._runner = runner
         self.on_share = runner.on_share
         self._sampler = sampler
-        is_cuda = sampler.device.type == "cuda"
+        self._steps = CallCache[CallBounds, PreparedCall](lambda bounds, _: runner.prepare_decode(bounds))
         self._chains = CallCache[ChainShape, _Chain](
-            lambda shape, captures: _Chain(shape, runner, sampler.noise, captures=captures), is_cuda=is_cuda
+            lambda shape, is_kept: _Chain(
+                shape, self._steps[shape.bounds], runner.capturer if is_kept else None, sampler.noise
+            )
         )
         runner.clear_at_close(self._chains.clear)
+        runner.clear_at_close(self._steps.clear)
 
     @on_share
     def capture_menu(self, max_num_seqs: int, num_candidates: int) -> None:
@@ -58,13 +63,10 @@ class TorchDraftLoop:
         num_candidates: the number that a policy may request, or 0. It writes no pool.
         """
         counts = [0, num_candidates] if num_candidates else [0]
-        known = [bounds for bounds in self._runner.shapes.menu(0) if bounds.num_logit_rows]
-        largest = self._runner.shapes.of_decode(max_num_seqs, 1)
-        for bounds in known:
-            if bounds.num_rows <= largest.num_rows:
-                for count in counts:
-                    for has_filters in (False, True):
-                        self._chains.get(ChainShape(bounds, count, has_filters)).warm_up()
+        sizes = product(range(1, max_num_seqs + 1), (1, self._runner.spec.max_context))
+        known = dict.fromkeys(self._runner.shapes.of_decode(*size) for size in sizes)
+        for shape in product(known, counts, (False, True)):
+            self._chains[ChainShape(*shape)].warm_up()
 
     def can_draft(self, slots: np.ndarray) -> bool:
         """See core.ports.DraftLoop. Rules need the host before each draw."""
@@ -84,8 +86,8 @@ class TorchDraftLoop:
             raise ValueError(f"num_draft_tokens = {num_steps}: must be at most {MAX_STEPS}")
         num_tokens = int(fed_at.max(initial=0)) + 1
         bounds = self._runner.shapes.of_decode(rows.num_sequences, num_tokens)
-        chain = self._chains.get(ChainShape(bounds, num_candidates, bool(known.has_filters[slots].any())))
-        parameters = packed_parameters(known, slots, starts, bounds.num_sequences)
+        chain = self._chains[ChainShape(bounds, num_candidates, bool(known.has_filters[slots].any()))]
+        parameters = packed_parameters(known, slots, starts, bounds.num_rows)
         plan = plan_of(parameters, fed_at, slot_mapping)
         num_columns = -(-num_tokens // self._runner.pool.kv_block_size)
         # The first draw follows the rows that the draft had not seen.
@@ -108,10 +110,10 @@ def step_positions(rows: RowBatch, num_draft_tokens: np.ndarray, kv_block_size: 
 
 
 def plan_of(parameters: np.ndarray, positions: np.ndarray, slot_mapping: np.ndarray) -> np.ndarray:
-    """Returns a plan [PLAN_HEIGHT, num_sequences] int64, with a column per sequence.
+    """Returns a plan [PLAN_HEIGHT, num_rows] int64, with a column per row, of which each sequence has one.
 
-    Its rows are parameters [NUM_WORDS, num_sequences], positions and slot_mapping [K - 1, A], and the step's index, 0.
-    Padding sequences have position 0 and write nothing.
+    Its rows are parameters [NUM_WORDS, num_rows], positions and slot_mapping [K - 1, A], and the step's index, 0.
+    Padding rows have position 0 and write nothing.
     """
     plan = np.zeros((PLAN_HEIGHT, parameters.shape[1]), np.int64)
     num_fed, count = positions.shape
@@ -126,18 +128,20 @@ def plan_of(parameters: np.ndarray, positions: np.ndarray, slot_mapping: np.ndar
 class _Chain:
     """The tensors of one shape and its two graphs: a chain's first draw, and a further step."""
 
-    def __init__(self, shape: ChainShape, runner: CudaRunner, noise: TorchNoise, *, captures: bool) -> None:
+    def __init__(
+        self, shape: ChainShape, step: PreparedCall, capturer: GraphCapturer | None, noise: TorchNoise
+    ) -> None:
+        """step: the draft's call, which chains of the same bounds share."""
         self._shape = shape
         self._noise = noise
-        self._call = runner.prepare_decode(shape.bounds)
-        size, device = shape.bounds.num_sequences, self._call.tensors["logits"].device
+        self._call = step
+        size, device = shape.bounds.num_rows, self._call.tensors["logits"].device
         self._plan = torch.zeros((PLAN_HEIGHT, size), dtype=torch.int64, device=device)
         self._step = self._plan[-1, :1]
         num_words = 1 + max(shape.num_candidates, 1)
         # The packed draws of each step: [MAX_STEPS, A, 1 + max(C, 1)] int64
         self._drawn = torch.zeros((MAX_STEPS, size, num_words), dtype=torch.int64, device=device)
         self._filtered = torch.arange(size, device=device) if shape.has_filters else None
-        capturer = runner.capturer if captures else None
         self._start = RepeatedLaunch(self._draw, capturer, f"the first draw of {shape}")
         self._advance = RepeatedLaunch(self._queue_step, capturer, f"a step of {shape}")
 
@@ -167,19 +171,19 @@ class _Chain:
 
     def warm_up(self) -> None:
         """Captures both graphs, with a plan that writes nothing."""
-        size = self._shape.bounds.num_sequences
+        size = self._shape.bounds.num_rows
         nothing = np.zeros((0, size), np.int64)
         plan = plan_of(np.zeros((NUM_WORDS, size), np.int64), nothing, nothing)
         plan[3] = 1  # the least valid top-k
         for _ in range(2):
-            self.run(self._call.tensors["logits"], None, plan, np.zeros((size, 1), np.int64), 3)
+            self.run(self._call.tensors["logits"], None, plan, np.zeros((1, 1), np.int64), 3)
 
     def _queue_step(self) -> None:
         tensors = self._call.tensors
         tensors["token_ids"].copy_(self._drawn.index_select(0, self._step)[0, :, 1])
         fed = self._plan[_STEPS:-1].view(MAX_STEPS, 2, -1).index_select(0, self._step)[0]
         tensors["positions"].copy_(fed[0])
-        tensors["context_lens"].copy_(fed[0])
+        tensors["context_lens"].copy_(fed[0, : self._shape.bounds.num_sequences])
         tensors["slot_mapping"].copy_(fed[1])
         self._step.add_(1)
         self._call.launch()

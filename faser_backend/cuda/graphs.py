@@ -10,10 +10,9 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,8 +20,7 @@ from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.cuda.segment import Launch
 
 _log = logging.getLogger(__name__)
-MAX_GRAPHS = 64  # per segment or draft loop; a menu of row counts has far fewer
-MAX_EAGER = 64  # cached calls of further shapes
+MAX_GRAPHS = 64  # per segment or draft loop; menus have fewer shapes
 
 # While a stream is being captured, nothing may synchronise the whole device. The first allocations of another capture
 # can do that, so captures run one at a time.
@@ -126,57 +124,24 @@ Shape = TypeVar("Shape", bound=Hashable)
 Call = TypeVar("Call")
 
 
-class CallCache(Generic[Shape, Call]):
-    """The calls of one segment, or chains of a draft loop, by shape.
+class CallCache(dict[Shape, Call]):
+    """The calls of one segment, or chains of a draft loop, by shape; makes those that are missing.
 
-    The first max_graphs are captured and never dropped, because destroying one would break the others. Of further
-    shapes, the max_eager most recently used are cached without graphs.
+    The first MAX_GRAPHS are kept until the runner closes, because destroying a graph would break the others.
     """
 
-    def __init__(
-        self,
-        make: Callable[[Shape, bool], Call],
-        *,
-        is_cuda: bool,
-        max_graphs: int = MAX_GRAPHS,
-        max_eager: int = MAX_EAGER,
-    ) -> None:
-        """make: creates the call of a shape; its second argument tells whether it may be captured."""
+    def __init__(self, make: Callable[[Shape, bool], Call]) -> None:
+        """make: creates the call of a shape; its second argument tells whether it is kept, and may be captured."""
         self._make = make
-        self._is_cuda = is_cuda
-        self._max_graphs = max_graphs
-        self._max_eager = max_eager
-        self._captured: dict[Shape, Call] = {}
-        self._eager: OrderedDict[Shape, Call] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._captured) + len(self._eager)
-
-    @property
-    def shapes(self) -> list[Shape]:
-        return [*self._captured, *self._eager]
-
-    def get(self, shape: Shape) -> Call:
-        if (call := self._captured.get(shape)) is not None:
-            return call
-        if (call := self._eager.get(shape)) is not None:
-            self._eager.move_to_end(shape)
-            return call
-        if len(self._captured) < self._max_graphs:
-            call = self._captured[shape] = self._make(shape, True)
-            return call
-        if not self._eager:
-            _log.warning("%s: more than %d shapes: this one and others run without graphs", shape, self._max_graphs)
-        if len(self._eager) >= self._max_eager:
-            if self._is_cuda:  # the dropped call's last launch may still use its tensors
-                torch.cuda.current_stream().synchronize()
-            self._eager.popitem(last=False)
-        call = self._eager[shape] = self._make(shape, False)
+    def __missing__(self, shape: Shape) -> Call:
+        is_kept = len(self) < MAX_GRAPHS
+        call = self._make(shape, is_kept)
+        if is_kept:
+            self[shape] = call
+            if len(self) == MAX_GRAPHS:
+                _log.warning("%s: the last of %d shapes: others run without graphs", shape, MAX_GRAPHS)
         return call
-
-    def clear(self) -> None:
-        self._captured.clear()
-        self._eager.clear()
 
 
 # Errors that destroy the CUDA context, which all streams share: cudaError_t of driver_types.h, with the messages of

@@ -74,11 +74,13 @@ def plan_memory(
     max_num_seqs: int,
     max_prefill_tokens: int,
     unloaded_bytes: int,
+    compiled_bytes: int | None = None,
 ) -> MemoryPlan:
-    """Returns the plan of an engine of runtime torch; models: the target, then the draft if there is one.
+    """Returns the plan of an engine; models: the target, then the draft if there is one.
 
     dtype: the manifest's. num_partitions: the whole device and each opened split, every one with runners of all models.
-    unloaded_bytes: bytes of weights that are not loaded yet.
+    unloaded_bytes: bytes of weights that are not loaded yet. compiled_bytes: the memory that compiled engines compute
+    in, on any share; None: that of runtime torch.
     """
     specs = [model.spec for model in models]
     size = ELEMENT_BYTES[dtype]
@@ -87,6 +89,8 @@ def plan_memory(
     largest = max(MAX_GRAPH_ROWS, max_prefill_tokens)
     activations = sum(_temporaries(specs, MAX_GRAPH_ROWS, size)) * num_partitions
     chunks = max(_temporaries(specs, largest, size)) if largest > MAX_GRAPH_ROWS else 0
+    if compiled_bytes is not None:
+        activations, chunks = compiled_bytes, 0
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
     nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, each used by a lane and the stepping thread

@@ -17,6 +17,7 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import (
     NO_SLOT,
+    PADDED,
     TABLE,
     WIDTH,
     InputBlock,
@@ -27,7 +28,7 @@ from faser_backend.cuda.buffers import (
     num_columns,
     put_tables,
 )
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, Buckets, CallBounds, CallShapes, RowMenu
+from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, CallBounds, CallMenu
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
@@ -81,11 +82,12 @@ class CudaRunner:
         self.vocab_size = model.spec.vocab_size
         # The number that each sequence of a full batch may have.
         self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
-        # Compiled programs take few rows per sequence where many have logits.
-        self.max_mixed_rows: int | None = MAX_GRAPH_ROWS if limits is None else 0
         self.capturer = capturer
-        num_blocks = -(-model.spec.max_context // pool.kv_block_size)
-        self.shapes: CallShapes = RowMenu(num_blocks) if limits is None else Buckets(pool.kv_block_size, limits)
+        most = limits or UNLIMITED._replace(num_blocks=-(-model.spec.max_context // pool.kv_block_size))
+        is_padded = any(tensor.name == PADDED for segment in model.segments for tensor in segment.inputs)
+        self.shapes = CallMenu(pool.kv_block_size, most, is_padded)
+        # A padded call would pad every sequence to a chunk.
+        self.max_mixed_rows: int | None = 0 if is_padded else min(MAX_GRAPH_ROWS, most.num_rows)
         self._segments = model.segments
         self._programs: Sequence[SegmentProgram] = programs
         self._device = device
@@ -93,8 +95,7 @@ class CudaRunner:
         self._store = TensorStore(device)
         self._calls = [
             CallCache[CallBounds, _Call](
-                lambda bounds, captures, index=index: self._open_call(index, bounds, self._store, captures=captures),
-                is_cuda=device.type == "cuda",
+                lambda bounds, is_kept, index=index: self._open_call(index, bounds, is_kept=is_kept)
             )
             for index in range(self.num_segments)
         ]
@@ -141,7 +142,7 @@ class CudaRunner:
             counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
             known = [bounds for count in counts for bounds in self.shapes.menu(count)]
             for bounds in dict.fromkeys(self.bounds_of(index, bounds) for bounds in known):
-                call = self._calls[index].get(bounds)
+                call = self._calls[index][bounds]
                 call.inputs.fill_idle()
                 call.launch()
                 call.launch()
@@ -149,8 +150,8 @@ class CudaRunner:
     def prepare_decode(self, bounds: CallBounds) -> PreparedCall:
         """Prepares a call of one row with logits per sequence, whose integers the device may write between launches.
 
-        Its tensors are the inputs of all segments by manifest name, always slot_mapping, and logits [B, V]. A draft
-        head's also have hidden [B, hidden_size], which each launch overwrites with the next one's input. cu_rows,
+        Its tensors are the inputs of all segments by manifest name, always slot_mapping, and logits [T, V]. A draft
+        head's also have hidden [T, hidden_size], which each launch overwrites with the next one's input. cu_rows,
         logit_rows and padding indices are final; slot_mapping holds -1, the rest 0. Every call has separate inputs.
         """
         num_sequences = bounds.num_sequences
@@ -203,11 +204,12 @@ class CudaRunner:
 
     def _run(self, segment: int, rows: RowBatch, hidden: torch.Tensor | None, candidates: np.ndarray | None) -> _Call:
         num_candidates = 0 if candidates is None else candidates.shape[1]
-        bounds = self.bounds_of(segment, self.shapes.of(rows, num_candidates))
-        if bounds.num_rows <= MAX_GRAPH_ROWS:
-            call = self._calls[segment].get(bounds)
-        else:  # a large prompt chunk: temporary tensors, which the allocator takes back
-            call = self._open_call(segment, bounds, TensorStore(self._device), captures=False)
+        shape = self.shapes.of(rows, num_candidates)
+        bounds = self.bounds_of(segment, shape)
+        if self.shapes.holds(shape):
+            call = self._calls[segment][bounds]
+        else:  # as a large prompt chunk
+            call = self._open_call(segment, bounds, is_kept=False)
         block_size, inputs = self.pool.kv_block_size, call.inputs
         used = inputs.block[: inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))]
         upload(used, lambda area: fill_inputs(inputs.views(area), rows, bounds, block_size, candidates))
@@ -218,11 +220,13 @@ class CudaRunner:
         call.launch()
         return call
 
-    def _open_call(self, index: int, bounds: CallBounds, store: TensorStore, *, captures: bool) -> _Call:
+    def _open_call(self, index: int, bounds: CallBounds, *, is_kept: bool) -> _Call:
+        """is_kept: otherwise its tensors are temporary: the allocator takes them back."""
+        store = self._store if is_kept else TensorStore(self._device)
         inputs = InputBlock(self._filled_inputs(index, bounds), bounds, self._device)
         tensors = self._tensors(index, bounds, inputs, store)
-        launch = self._programs[index].prepare(tensors, bounds)
-        if captures:
+        launch = self._programs[index].prepare(tensors, bounds, is_kept=is_kept)
+        if is_kept:
             launch = RepeatedLaunch(launch, self.capturer, f"segment {index} with {bounds}")
         return _Call(inputs, tensors, launch)
 
@@ -235,8 +239,9 @@ class CudaRunner:
         return range(self.num_segments)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Returns the bounds that distinguish one segment's calls."""
-        return bounds
+        """Returns the bounds that distinguish one segment's calls: only the last of a compiled model has logits."""
+        is_last = self.limits is None or segment == self.num_segments - 1
+        return bounds if is_last else bounds._replace(num_logit_rows=0)
 
     def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
         return self._tensors(index, bounds, inputs, self._store)
@@ -275,8 +280,8 @@ class CudaHeadRunner(CudaRunner):
         return super().take_rows(hidden, kept)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Drops the logit rows of JOIN, which has none."""
-        return bounds._replace(num_logit_rows=0) if segment == JOIN else bounds
+        """Drops all but the rows of JOIN, which computes every row alone."""
+        return CallBounds(bounds.num_rows, 0, 0, 0, 0, 0) if segment == JOIN else bounds
 
     @property
     def _decode_segments(self) -> Sequence[int]:

@@ -112,6 +112,7 @@ class CudaRuntime:
         """See Runtime. On a GPU it logs the memory plan."""
         if self._shares is None:
             return int(self.free_bytes() * CPU_MEMORY_SHARE)
+        compiled_bytes = self._programs.activation_bytes(self._models.present)  # loads compiled engines
         plan = plan_memory(
             self._models.present,
             dtype=self._dtype,
@@ -121,6 +122,7 @@ class CudaRuntime:
             max_num_seqs=config.max_num_seqs,
             max_prefill_tokens=config.max_prefill_tokens,
             unloaded_bytes=0,
+            compiled_bytes=compiled_bytes,
         )
         for line in plan.report(self.kv_block_size):
             _log.info("memory: %s", line)

@@ -33,12 +33,13 @@ class SegmentProgram(Protocol):
         """
         ...
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
+    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """Returns a function that queues the call on the current stream.
 
-        The function never waits, keeps no allocation, reads no tensor on the host, and may be captured. tensors: every
+        The function never waits, keeps no allocation and reads no tensor on the host. tensors: every
         input and output of the manifest's segment by name (pools too), and always slot_mapping [T] int32. They outlive
-        the result and have the shapes of `bounds`. Raises ConfigError if the program cannot take the bounds.
+        the result and have the shapes of `bounds`. is_kept: it may be captured and launched again; otherwise it is
+        launched before the next call is prepared. Raises ConfigError if the program cannot take the bounds.
         """
         ...
 
@@ -65,6 +66,10 @@ class ProgramSource(Protocol):
 
     def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
         """Returns the bounds of the largest calls that programs take; None = any."""
+        ...
+
+    def activation_bytes(self, models: Sequence[ModelEngine]) -> int | None:
+        """Returns the memory that compiled engines of the models compute in, opening them; None: not compiled."""
         ...
 
     def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:

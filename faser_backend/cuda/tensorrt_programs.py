@@ -1,8 +1,8 @@
 """`TensorRtPrograms`: the programs of runtimes "tensorrt" and "tensorrt_rtx", over segments that TensorRT compiled.
 
-`EngineStore` deserialises each engine file once for all shares. Each prepared call has a separate execution context
+`EngineStore` deserialises each engine file once for all shares. Each call of the menu has a separate execution context
 whose shapes and addresses are set once, because a captured graph is valid only while its context does not change.
-Calls too large for graphs share one. All contexts of a model share activation memory, because its calls are serial.
+Other calls share one. All contexts of a model share activation memory, because its calls are serial.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import FEATURE_ROWS, FEATURES
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, CallBounds
+from faser_backend.cuda.call_shapes import UNLIMITED, CallBounds
 from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.cuda.torch_programs import feature_slots
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
@@ -179,16 +179,15 @@ class EngineStore:
     def _rtx_config(self, file: EngineFile, strategy: Any, is_captured: bool) -> Any:
         """Returns a configuration of RTX, with its own graphs off.
 
-        RTX compiles kernels for new shapes in the background and runs slow kernels until then. A captured graph would
-        keep the slow ones, so its context compiles eagerly.
+        RTX can compile kernels for each new shape. Contexts that are captured wait for that, before the first request.
+        The others never do: they run kernels for any shape.
         """
         module = self.tensorrt.module
         config = file.engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
         config.cuda_graph_strategy = module.CudaGraphStrategy.DISABLED
         strategies = module.DynamicShapesKernelSpecializationStrategy
-        specialization = strategies.EAGER if is_captured else strategies.LAZY
-        config.dynamic_shapes_kernel_specialization_strategy = specialization
+        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if is_captured else strategies.NONE
         config.set_runtime_cache(self._cache(config, cache_path(file.path)))
         self.log.check(f"{file.path}: runtime configuration")
         return config
@@ -246,6 +245,12 @@ class TensorRtPrograms:
 
     def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
         return bucket_limits(model.segments, split)
+
+    def activation_bytes(self, models: Sequence[ModelEngine]) -> int:
+        """See ProgramSource. Their weights are then loaded."""
+        self._opened.update(model.files for model in models)
+        paths = [[self._engine_dir / segment.file.name for segment in model.segments] for model in models]
+        return sum(max(self._store.open(path).activation_bytes for path in each) for each in paths)
 
     def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:
         return sum(model.num_weight_bytes for model in models if model.files not in self._opened)
@@ -328,19 +333,16 @@ class TensorRtSegment:
         self._profiles = own or file.profiles
         self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in spec.outputs)
         self._features = features
-        self._large_calls: Any = None  # the context of calls too large for graphs
+        self._shared_context = self._new_context(is_captured=False)  # of calls that are not kept
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
-        """See SegmentProgram. Setting the profile is queued on the current stream.
-
-        Launch a call of more than MAX_GRAPH_ROWS rows before preparing the next such call.
-        """
+    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds, *, is_kept: bool = True) -> Launch:
+        """See SegmentProgram. Setting the profile is queued on the current stream."""
         bound = _bound_tensors(self._file, tensors)
         apart = _apart(self._file, bound)
         bound |= apart
         shapes = {name: tuple(bound[name].shape) for name in self._file.inputs}
         profile = choose_profile(self._profiles, shapes, str(self._file.path))
-        context = self._context(is_captured=bounds.num_rows <= MAX_GRAPH_ROWS)
+        context = self._new_context(is_captured=True) if is_kept else self._shared_context
         self._check(context.set_optimization_profile_async(profile.index, current_stream()), f"profile {profile.index}")
         for name, shape in shapes.items():
             self._check(context.set_input_shape(name, shape), f"{name} {list(shape)}")
@@ -354,13 +356,9 @@ class TensorRtSegment:
         self._store.log.check(f"{self._file.path}: prepare")
         return self._launch(context, dict(tensors), apart)
 
-    def _context(self, *, is_captured: bool) -> Any:
-        if not is_captured and self._large_calls is not None:
-            return self._large_calls
+    def _new_context(self, *, is_captured: bool) -> Any:
         context = self._store.new_context(self._file, is_captured=is_captured)
         context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
-        if not is_captured:
-            self._large_calls = context
         return context
 
     def _check(self, was_taken: bool, what: str) -> None:

@@ -50,7 +50,7 @@ class TorchSegment:
         self.weights = weights
         self.num_sms = num_sms
 
-    def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
+    def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
         return SegmentCall(self, tensors, bounds).launch
 
@@ -271,6 +271,9 @@ class TorchPrograms:
     def limits(self, model: ModelEngine, split: str) -> CallBounds | None:
         """Returns None: the project's kernels take any call."""
 
+    def activation_bytes(self, models: Sequence[ModelEngine]) -> None:
+        return None
+
     def num_unloaded_bytes(self, models: Sequence[ModelEngine]) -> int:
         return sum(model.num_weight_bytes for model in models if model.files not in self._weights)
 
@@ -287,7 +290,7 @@ class TorchJoin:
         self.spec = spec
         self._matrix = weights.join  # [hidden_size, num_features * hidden_size of the target]
 
-    def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
+    def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
         features = tensors[FEATURES]
 
@@ -307,7 +310,7 @@ class TorchHeadLayer(TorchSegment):
         super().__init__(model, spec, weights.layer, num_sms)
         self.head = weights
 
-    def prepare(self, tensors: Tensors, bounds: CallBounds) -> Launch:
+    def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. hidden_out [R, d] may be hidden [T, d] itself if all rows have logits."""
         return _HeadCall(self, tensors, bounds).launch
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.cuda.runtime import CudaRuntime
+from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.streams import open_menu
 from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.device.runtime import ModelPair
@@ -66,6 +66,10 @@ def ping_pong(decision: Decision) -> Decision:
     return replace(decision, mode=PipelineMode.PING_PONG, partition=SPLIT)
 
 
+def torch_programs(directory: Path, models: ModelPair) -> ProgramSource:
+    return TorchPrograms.of_directory(directory, "fp32", torch.device("cpu"), models.target)
+
+
 @contextmanager
 def opened(
     directory: Path,
@@ -75,6 +79,7 @@ def opened(
     policy: str = "fixed:3",
     change: Change = ping_pong,
     config: EngineConfig = CONFIG,
+    programs: Callable[[Path, ModelPair], ProgramSource] = torch_programs,
 ) -> Iterator[Opened]:
     """Opens an engine on the machine. change: of every decision."""
     manifest = EngineManifest.load(directory)
@@ -85,9 +90,9 @@ def opened(
     shares = open_menu(machine, 0, FakeDriver, first_work=first_work)
     runtime = CudaRuntime(
         torch.device("cpu"),
-        TorchPrograms.of_directory(directory, "fp32", torch.device("cpu"), manifest.target),
+        programs(directory, models),
         models,
-        16,
+        manifest.kv_block_size,
         dtype="fp32",
         shares=shares,
         make_capturer=lambda counts: MachineCapturer(machine, counts),
@@ -160,17 +165,14 @@ def bound_machine() -> CaptureMachine:
     return machine
 
 
-class OldCallCache(CallCache):
-    """The earlier cache: it evicts the least recently used call with its graph."""
+class EvictingCallCache(CallCache):
+    """The earlier cache: it drops the oldest call with its graph."""
 
-    def get(self, shape: Any) -> Any:
-        if shape in self._eager:
-            self._eager.move_to_end(shape)
-        else:
-            if len(self._eager) >= self._max_graphs:
-                self._eager.popitem(last=False)
-            self._eager[shape] = self._make(shape, True)
-        return self._eager[shape]
+    def __missing__(self, shape: Any) -> Any:
+        if len(self) >= 3:
+            self.pop(next(iter(self)))
+        self[shape] = self._make(shape, True)
+        return self[shape]
 
 
 class TestFailedCaptures:
@@ -229,19 +231,19 @@ class TestFailedCaptures:
 class TestGraphsThatStay:
     """When a graph is destroyed, PyTorch frees the workspaces that other graphs of its stream use."""
 
+    @pytest.fixture(autouse=True)
+    def _few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("faser_backend.cuda.graphs.MAX_GRAPHS", 3)
+
     def replayed(self, kind: type[CallCache]) -> CaptureMachine:
         machine = bound_machine()
         capturer = MachineCapturer(machine, GraphCounts())
         cache = kind(
-            lambda shape, captures: RepeatedLaunch(machine.product, capturer if captures else None, str(shape)),
-            is_cuda=False,
-            max_graphs=3,
-            max_eager=2,
+            lambda shape, captures: RepeatedLaunch(machine.product, capturer if captures else None, str(shape))
         )
         for shape in (1, 2, 3, 4, 3, 5, 6, 2, 3, 1):
             for _ in range(3):
-                cache.get(shape)()
-        assert isinstance(cache._eager, OrderedDict)
+                cache[shape]()
         return machine
 
     def test_none_is_dropped_however_many_shapes_come(self) -> None:
@@ -257,5 +259,5 @@ class TestGraphsThatStay:
             call()
         assert alive() is not None
 
-    def test_dropping_the_least_recently_used_breaks_others(self) -> None:
-        assert "a graph was replayed whose workspace had been freed" in self.replayed(OldCallCache).broken
+    def test_dropping_the_oldest_breaks_others(self) -> None:
+        assert "a graph was replayed whose workspace had been freed" in self.replayed(EvictingCallCache).broken

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import le
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,29 +14,36 @@ import pytest
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
+from faser_backend.core.model import ModelSpec
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cuda.call_shapes import (
     MAX_GRAPH_ROWS,
     PROMPT_ROWS,
     ROW_COUNTS,
     UNLIMITED,
-    Buckets,
     CallBounds,
-    RowMenu,
+    CallMenu,
+    exact_bounds,
 )
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import CallCache
 from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.segment import ProgramSource
+from faser_backend.cuda.tensorrt_programs import DIMENSIONS, ProfileRange, choose_profile
+from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
+from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions, call_buckets
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import parse_policy
 from faser_backend.serving.warm_up import capture_menus
-from tests.cuda.test_capture_rules import SPLIT, Opened, opened
+from tests.cuda.test_capture_rules import SPLIT, Opened, opened, torch_programs
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.support.forcing import random_everything
 from tests.support.harness import drive, guessed, request
-from tests.support.tiny_models import build_with_draft, write_checkpoint
+from tests.support.ort_engines import OrtPrograms, graphs_are_engines
+from tests.support.tiny_models import build_with_draft, make_rows, write_checkpoint
 
+MAX_SHAPES = 20  # of a compiled engine
 CONFIG = EngineConfig(max_num_seqs=6, num_kv_blocks=400, max_prefill_tokens=48)
 SAMPLINGS = [
     Sampling(),
@@ -45,10 +53,22 @@ SAMPLINGS = [
 ]
 
 
+SIZES = {"max_position_embeddings": 256, "num_hidden_layers": 2}
+LIMITS = CallLimits(CONFIG.max_num_seqs, None, CONFIG.max_prefill_tokens)
+
+
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sizes = {"max_position_embeddings": 256, "num_hidden_layers": 2}
-    return build_with_draft(tmp_path_factory.mktemp("census"), sizes=sizes, runtime="torch", exit_layers=(1,))
+    return build_with_draft(tmp_path_factory.mktemp("census"), sizes=SIZES, runtime="torch", exit_layers=(1,))
+
+
+def limited_programs(directory: Path, models: ModelPair) -> ProgramSource:
+    """Returns programs that take the calls of engines with the project's kernels, which TensorRT compiled."""
+    programs = torch_programs(directory, models)
+    bucket = call_buckets(models.target.spec, 4, LIMITS)[-1]
+    limits = CallBounds._make(bucket.ranges[name][2] for name in DIMENSIONS)
+    programs.limits = lambda *_: limits._replace(max_rows=UNLIMITED.max_rows)  # type: ignore[method-assign]
+    return programs
 
 
 def mixed_requests(seed: int, count: int = 6) -> list[Request]:
@@ -77,13 +97,21 @@ def on_some_split(seed: int):
     return change
 
 
+EXPECTED = {"torch": (20, 35, 4), "tensorrt": (10, 14, 4), "tensorrt_rtx": (17, 20, 6)}  # shapes, with scores, chains
 POLICIES = ["none", "fixed:4", "goodput", "gp-lcb", "faser", "survival"]
 
 
+@pytest.mark.parametrize("kind", ["torch", "tensorrt", "tensorrt_rtx"])
 def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(1), config=CONFIG) as each:
+    programs = {"torch": torch_programs, "tensorrt": limited_programs, "tensorrt_rtx": OrtPrograms}[kind]
+    if kind == "tensorrt_rtx":
+        graphs_are_engines(monkeypatch)
+        options: Any = {"runtime": kind, "tensorrt": TensorRtOptions(LIMITS)}
+        directory = build_with_draft(tmp_path, sizes=SIZES, exit_layers=(1,), **options)
+    change = on_some_split(1)
+    with opened(directory, monkeypatch, policy="fixed:4", change=change, config=CONFIG, programs=programs) as each:
         capture_all(each)
         before = each.counts.num_graphs
         forced: Any = each.engine.step_runner.scheduler.policy
@@ -96,9 +124,10 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
             runner, loop = cast(Any, partition.target), cast(Any, partition.draft_loop)
             for index, calls in enumerate(runner._calls):
                 has_scores = index in runner.exits
-                assert len(calls) == 20 + 15 * has_scores and not calls._eager, f"{name}, segment {index}"
-            assert isinstance(loop, TorchDraftLoop) and not loop._chains._eager
-            assert len(loop._chains) == 4 * 2 * 2, "1, 2, 4, 8 sequences; filters; candidates"
+                assert len(calls) == EXPECTED[kind][has_scores], f"{name}, segment {index}"
+            assert isinstance(loop, TorchDraftLoop)
+            assert len(loop._chains) == len(loop._steps) * 2 * 2, "filters; candidates"
+            assert len(loop._steps) == EXPECTED[kind][2], "1, 2, 4, 8 sequences, or 1, 4, 6 in two widths"
         each.engine.close()
 
 
@@ -134,7 +163,7 @@ def capture_all(each: Opened) -> None:
 
 
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:
-    menu = RowMenu(64)
+    menu = CallMenu(16, UNLIMITED._replace(num_blocks=64), is_padded=False)
     assert len(menu.menu(0)) == 20 and len(menu.menu(4)) == len(ROW_COUNTS) == 15
     for count in range(1, MAX_GRAPH_ROWS + 1):
         for num_logits in {0, 1, count}:
@@ -153,14 +182,54 @@ def test_a_menu_holds_every_call_up_to_its_largest() -> None:
     large = RowBatch(
         np.zeros(600, np.int64), np.array([0, 600]), np.array([0]), np.zeros((1, 64), np.int64), np.zeros(0, np.int64)
     )
-    assert menu.of(large, 0) == CallBounds(600, 1, 600, 64, 0, 0)
+    assert menu.of(large, 0) == CallBounds(600, 1, 600, 38, 0, 0)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 3, 32, 33, 1024])
+@pytest.mark.parametrize("max_prefill_tokens", [1, 256, 1024])
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_compiled_engines_have_few_shapes_that_hold_random_calls(
+    max_num_seqs: int, max_prefill_tokens: int, is_padded: bool
+) -> None:
+    spec = ModelSpec(2, 32, 4, 2, 8, 48, 97, 4096, 1e4, 1e-5, True)
+    profiles = []
+    for bucket in call_buckets(spec, 16, CallLimits(max_num_seqs, None, max_prefill_tokens)):
+        ranges = {**bucket.ranges, "Q": bucket.ranges["Q"] if is_padded else (1, 1, UNLIMITED.max_rows)}
+        least, most = ({name: (ranges[name][end],) for name in DIMENSIONS} for end in (0, 2))
+        profiles.append(ProfileRange(len(profiles), least, most))
+    limits = CallBounds._make(most[name][0] for name in DIMENSIONS)
+    menu = CallMenu(16, limits, is_padded)
+    shapes = [*menu.menu(0), *menu.menu(8)]
+    assert len(menu.menu(0)) <= MAX_SHAPES and all(map(menu.holds, shapes))
+    assert len({shape._replace(num_logit_rows=0) for shape in shapes}) <= MAX_SHAPES, "of a segment with exits"
+    rng = np.random.default_rng(max_num_seqs + max_prefill_tokens)
+    for index in range(200):
+        counts = rng.integers(1, 17, int(rng.integers(1, max_num_seqs + 1)))
+        if is_prompt := index % 3 == 0:
+            ends = np.linspace(0, rng.integers(1, max_prefill_tokens + 1), counts.size + 1).astype(int)
+            counts = np.unique(np.diff(ends).clip(1))[-3:]
+        starts, tables = rng.integers(0, 4096 - counts.max() + 1, counts.size), np.zeros((counts.size, 256), np.int64)
+        logit_rows = np.arange(0 if is_prompt else counts.sum())
+        rows = make_rows([np.zeros(4096, np.int64)] * counts.size, starts, counts, tables, logit_rows)
+        for num_candidates in (0,) if is_prompt else (0, 8):
+            shape = menu.of(rows, num_candidates)
+            needed = exact_bounds(rows, 16, num_candidates)
+            assert all(map(le, needed, shape))
+            choose_profile(profiles, {name: (size,) for name, size in zip(DIMENSIONS, shape, strict=True)}, "some do")
+            is_usual = counts.size == 1 or (16 * max_num_seqs <= MAX_GRAPH_ROWS and not is_prompt)
+            if rows.num_rows <= MAX_GRAPH_ROWS and (is_usual or not is_padded):
+                assert shape in menu.menu(num_candidates)
 
 
 def test_the_census_sees_a_shape_that_depends_on_lengths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If calls were keyed by more than rows, live traffic would capture."""
-    monkeypatch.setattr(
-        RowMenu, "of", lambda self, rows, num_candidates: Buckets(4, UNLIMITED).of(rows, num_candidates)
-    )
+
+    def of(menu: CallMenu, rows: RowBatch, num_candidates: int) -> CallBounds:
+        sizes = exact_bounds(rows, menu.kv_block_size, num_candidates)
+        return CallBounds._make(1 << size.bit_length() for size in sizes)._replace(num_candidates=num_candidates)
+
+    monkeypatch.setattr(CallMenu, "of", of)
+    monkeypatch.setattr(CallMenu, "holds", lambda *_: True)
     with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(3), config=CONFIG) as each:
         capture_all(each)
         before = each.counts.num_graphs

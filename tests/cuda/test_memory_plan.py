@@ -18,12 +18,14 @@ from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, ROW_COUN
 from faser_backend.cuda.choice import RowParameters, keep_top, perturbed
 from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
 from faser_backend.cuda.noise import TorchNoise
+from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.shapes import PAIRS, layer_weights
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec
 from tests.cuda.test_torch_eagle3 import Runners
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
 from tests.support.fake_cuda import FakeDriver
+from tests.support.ort_engines import ACTIVATION_BYTES, OrtPrograms, graphs_are_engines
 from tests.support.tiny_models import build_with_draft, write_checkpoint
 from tests.support.torch_engines import open_torch_runner, write_torch_engine
 
@@ -87,12 +89,27 @@ def test_what_lines_depend_on() -> None:
     assert plan.lines[1] == PlanLine("logits", 2 * MAX_GRAPH_ROWS * 151_936 * 4)
 
 
+def test_compiled_engines_say_what_they_compute_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All shares use the same memory, and weights of opened engines are not counted again."""
+    graphs_are_engines(monkeypatch)
+    directory = build_with_draft(tmp_path, runtime="tensorrt_rtx", exit_layers=(1,))
+    manifest = EngineManifest.load(directory)
+    models = ModelPair(manifest.target, manifest.draft)
+    programs = OrtPrograms(directory, models)
+    assert programs.num_unloaded_bytes(models.present) == sum(model.num_weight_bytes for model in models.present)
+    num_bytes = programs.activation_bytes(models.present)
+    assert num_bytes == 2 * ACTIVATION_BYTES and programs.num_unloaded_bytes(models.present) == 0
+    for num_partitions in (1, 3):
+        plan = planned(models.present, compiled_bytes=num_bytes, num_partitions=num_partitions, dtype="fp32")
+        assert [line.num_bytes for line in plan.lines if "temporaries" in line.what] == [num_bytes, 0]
+
+
 def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", max_position_embeddings=4096)
     model = write_torch_engine(source, tmp_path, exit_layers=(1,))
     runner = open_torch_runner(model, tmp_path, 8, 4)
     runner.capture_menu(0)
-    blocks = sum(calls.get(shape).inputs.block.nbytes for calls in runner._calls for shape in calls.shapes)
+    blocks = sum(call.inputs.block.nbytes for calls in runner._calls for call in calls.values())
     hidden = sum(tensor.nbytes for tensor in runner._store._tensors.values())
     options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
     plan = planned([model], **options)
@@ -119,7 +136,7 @@ def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
     assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
     captured = 0
     for runner in (runners.target, runners.head):
-        captured += sum(calls.get(shape).inputs.block.nbytes for calls in runner._calls for shape in calls.shapes)
+        captured += sum(call.inputs.block.nbytes for calls in runner._calls for call in calls.values())
         captured += sum(tensor.nbytes for tensor in runner._store._tensors.values())
     assert 0.8 * plan.lines[2].num_bytes < captured <= 1.1 * plan.lines[2].num_bytes
     decoders = planned([models[0], replace(models[1], spec=replace(models[1].spec, family="llama"))], **options)

@@ -153,8 +153,8 @@ class TestOnSharesOfAFakedGpu:
         runtime, cuda, driver, models = opened
         prepare = TorchSegment.prepare
 
-        def recorded(self: TorchSegment, tensors: Any, bounds: Any) -> Any:
-            launch = prepare(self, tensors, bounds)
+        def recorded(self: TorchSegment, *arguments: Any, **options: Any) -> Any:
+            launch, tensors = prepare(self, *arguments, **options), arguments[0]
             pool = tensors[f"k_pool.{self.spec.first_layer}"].untyped_storage().data_ptr()
             return lambda: (cuda.touch(f"pool at {pool}"), launch())
 

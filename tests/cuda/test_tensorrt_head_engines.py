@@ -85,12 +85,11 @@ def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, pl
     assert tokens == plain
 
 
-def test_calls_too_large_for_graphs_are_no_different(
+def test_calls_that_no_shape_holds_are_no_different(
     built: Built, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such calls share a context, and each has its own hidden states."""
-    for module in ("tensorrt_programs", "runner"):
-        monkeypatch.setattr(f"faser_backend.cuda.{module}.MAX_GRAPH_ROWS", 4)
+    monkeypatch.setattr("faser_backend.cuda.call_shapes.menu_shapes", lambda *_: [])
     engine, checker = checked(built, "fixed:4")
     assert drive(engine, make_requests(5, is_greedy=True)).tokens == plain
     engine.close()

@@ -9,7 +9,7 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs, input_shape
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, Buckets, CallBounds, bucketed_rows, power_of_two
+from faser_backend.cuda.call_shapes import CallBounds, exact_bounds
 from faser_backend.cuda.transfer import upload
 from faser_backend.manifest import TensorSpec
 from tests.support.tiny_models import make_rows
@@ -77,7 +77,7 @@ def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
     rows = random_rows(rng)
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     candidates = rng.integers(0, 97, (num_rows, 3))
-    exact = Buckets(BLOCK_SIZE, UNLIMITED).of(rows, 3)
+    exact = exact_bounds(rows, BLOCK_SIZE, 3)
     bounds = CallBounds._make(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0), strict=True))
     inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
     for name, values in inputs.items():
@@ -113,21 +113,3 @@ def test_tensors_of_a_block_are_aligned_and_apart() -> None:
 def test_inputs_that_nobody_fills_are_refused() -> None:
     with pytest.raises(ConfigError, match="segment input mask: not one that a GPU runner fills"):
         InputBlock([TensorSpec("mask", "int64", ("T",))], CallBounds(1, 1, 1, 1, 1, 0), CPU)
-
-
-def test_buckets_hold_their_calls_and_are_few() -> None:
-    for count in range(1, 3000):
-        bucket = bucketed_rows(count)
-        assert count <= bucket <= max(count + 31, 2 * count if count < 8 else 0) and bucketed_rows(bucket) == bucket
-        assert count <= power_of_two(count) < 2 * count
-    assert len({bucketed_rows(count) for count in range(1, MAX_GRAPH_ROWS + 1)}) == 25
-    assert bucketed_rows(0) == power_of_two(0) == 0
-    assert bucketed_rows(MAX_GRAPH_ROWS + 1) == MAX_GRAPH_ROWS + 8
-
-
-def test_bounds_of_a_call_and_their_limits() -> None:
-    rows = make_rows([np.arange(40)] * 3, [30, 8, 0], [5, 1, 3], np.arange(30).reshape(3, 10), np.array([0, 8]))
-    assert Buckets(BLOCK_SIZE, UNLIMITED).of(rows, 4) == CallBounds(16, 4, 8, 16, 2, 4)
-    assert Buckets(BLOCK_SIZE, CallBounds(12, 3, 5, 10, 12, 8)).of(rows, 4) == CallBounds(12, 3, 5, 10, 2, 4)
-    small = Buckets(BLOCK_SIZE, CallBounds(8, 3, 5, 10, 12, 8))
-    assert small.of(rows, 4).num_rows == rows.num_rows, "the program refuses it, not the rounding"

@@ -110,24 +110,25 @@ def test_chains_are_those_of_calls_in_turn(built, kinds: list[Sampling], num_can
         assert_equal_chains(again, drawn, drafting.lengths)
 
 
-def test_limits_of_programs_bound_what_is_rounded_up(built) -> None:
-    runner = open_runner(built, CallBounds(64, 6, 8, 10, 6, 0))
+def test_limits_of_programs_bound_sequences_and_tables(built) -> None:
+    """Compiled engines take padding rows that belong to no sequence; chains do not change, nor do shapes by length."""
+    runner, unlimited = open_runner(built, CallBounds(64, 6, 8, 10, 64, 0)), open_runner(built)
     prepared, prepare = [], runner.prepare_decode
 
     def spied(bounds: CallBounds) -> PreparedCall:
-        prepared.append((bounds.num_rows, bounds.num_blocks))
+        prepared.append(bounds)
         return prepare(bounds)
 
     runner.prepare_decode = spied  # type: ignore[method-assign]
     drafting = Drafting(1, size=5)
-    drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, 30
+    drafting.seen[:], drafting.num_rows[:] = 0, 1
     drafting.tables = np.arange(50).reshape(5, 10)
-    loop = TorchDraftLoop(runner, open_sampler(KINDS[:1] * MAX_SEQS))
-    loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
-    assert prepared == [(6, 8)]
-    drafting.lengths[:] = 39
-    loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
-    assert prepared == [(6, 8), (6, 10)]
+    loops = [TorchDraftLoop(each, open_sampler(KINDS[:1] * MAX_SEQS)) for each in (runner, unlimited)]
+    for length in (30, 39):
+        drafting.lengths[:] = length
+        drawn, wanted = (loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0) for loop in loops)
+        assert_equal_chains(drawn, wanted, drafting.lengths)
+    assert prepared == [CallBounds(8, 6, 8, 10, 8, 0)]
 
 
 def test_longer_chains_than_a_plan_holds_are_refused(built) -> None:

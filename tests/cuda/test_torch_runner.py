@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class SpyProgram:
         self.prepared: list[tuple[Mapping[str, torch.Tensor], CallBounds]] = []
         self.num_launches = 0
 
-    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds) -> Launch:
+    def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         self.prepared.append((dict(tensors), bounds))
 
         def launch() -> None:
@@ -182,19 +182,9 @@ def test_a_pool_takes_the_bytes_that_it_says(built: tuple[ModelEngine, Path]) ->
         assert pool.keys(1).is_contiguous()
 
 
-def test_graphs_are_kept_for_good_and_further_calls_run_without() -> None:
-    made: list[CallBounds] = []
-
-    captured: list[bool] = []
-
-    def make(bounds: CallBounds, captures: bool) -> Callable[[], CallBounds]:
-        made.append(bounds)
-        captured.append(captures)
-        return lambda: bounds
-
-    cache = CallCache(make, is_cuda=False, max_graphs=2, max_eager=2)
-    bounds = [CallBounds(n, 1, 1, 8, 0, 0) for n in range(1, 6)]
-    for index in (0, 1, 2, 3, 2, 4, 3, 0, 1):  # 4 replaces 3, the least recently used
-        assert cache.get(bounds[index])() == bounds[index]
-    assert [each.num_rows for each in made] == [1, 2, 3, 4, 5, 4] and len(cache) == 4
-    assert captured == [True, True, False, False, False, False], "what was captured stays"
+def test_graphs_are_kept_for_good_and_further_calls_run_without(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
+    monkeypatch.setattr("faser_backend.cuda.graphs.MAX_GRAPHS", 2)
+    cache, shapes = CallCache(lambda shape, is_kept: [shape, is_kept]), (0, 1, 2, 3, 2, 0, 1)
+    assert [cache[shape] for shape in shapes] == [[shape, shape < 2] for shape in shapes]
+    assert list(cache) == [0, 1] and cache[0] is cache[0] and cache[2] is not cache[2]
+    assert caplog.text.count("others run without graphs") == 1
