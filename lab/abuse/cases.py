@@ -2,7 +2,7 @@
 schemas.
 
 A case is a valid request in which declared tensors get bad values, or nodes of the message change their type. Two
-inputs are left out that are known to end Triton 2.51's HTTP frontend; only `known_crashes` returns them.
+inputs are left out that end Triton 2.51's HTTP frontend: 200,000 nested brackets, and 600,000 chunks of one byte.
 """
 
 from __future__ import annotations
@@ -226,13 +226,3 @@ def spoilt(rng: Generator, body: bytes) -> bytes:
     inserted = body[:place] + rng.bytes(1) + body[place:]
     marked, behind_blanks = b"\xef\xbb\xbf" + body, b" " * LONG + body
     return pick(rng, [body[:place], inserted, body + body, rng.bytes(200), marked, key_twice, behind_blanks, *BODIES])
-
-
-def known_crashes(contract: str) -> list[Case]:
-    """Returns inputs that end Triton 2.51's HTTP frontend: 200,000 nested brackets, and 600,000 chunks of one byte."""
-    path = f"/v2/models/{TARGETS[contract][0].model}/generate"
-    chunks = b"1\r\n1\r\n" * 600_000 + b"0\r\n\r\n"
-    return [
-        Case("200,000 nested brackets", path=path, body=b"[" * 200_000 + b"]" * 200_000),
-        Case("600,000 chunks of a byte", path=path, body=chunks, headers={"Transfer-Encoding": "chunked"}),
-    ]

@@ -104,12 +104,11 @@ class GrpcClient:
         *,
         is_unary: bool = False,
         leave_after: int | None = None,
-        leaves_late: bool = False,
         on_first: Callable[[], object] = lambda: None,
     ) -> Reply:
         """Sends a request and reads its responses.
 
-        leave_after: cancels a stream after this many responses, unless that was the last or leaves_late. on_first:
+        leave_after: cancels a stream after this many responses, unless that was the last. on_first:
         called at the first response.
         """
         reply, start_s = Reply(), time.monotonic()
@@ -125,7 +124,7 @@ class GrpcClient:
                     _read_response(response, reply)
                     if num_seen == 1:
                         on_first()
-                    if num_seen == leave_after and (leaves_late or not reply.num_finals):
+                    if num_seen == leave_after and not reply.num_finals:
                         reply.is_cut = True
                         call.cancel()
         except grpc.RpcError as error:

@@ -1,9 +1,8 @@
 """`scripts/faults.py`: breaks things around a server, and shows what clients see and how long recovery takes.
 
-Covers killed and halted processes, stop requests by strangers, signals, endless schemas, taken ports, concurrent cold
-starts, builds that die, full or read-only disks, little shared memory, damaged engines. Exits with 1 if a promise is
-broken. Disks and shared memory are mounts in a namespace of the server's own, which needs root; without it those rows
-say so.
+Covers killed and halted processes, endless schemas, full or read-only disks, and little shared memory; tests cover the
+rest. Exits with 1 if a promise is broken. Disks and shared memory are mounts in a namespace of the server's own, which
+needs root; without it those rows say so.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +28,6 @@ from faser_backend.lab.abuse.cases import PROMPT, SCHEMAS, Case
 from faser_backend.lab.abuse.clients import GrpcClient, Reply, make_request
 from faser_backend.lab.abuse.fuzz import END_S, fuzz
 from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, report
-from faser_backend.lab.abuse.soak import ask_to_stop
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.model_source import demo_engine_dir
@@ -148,14 +145,6 @@ def kill_process(served: Served, name: str, outcome: Outcome, number: signal.Sig
         outcome.broken.append("status 0: a supervisor would not restart it")
 
 
-def stop_as_a_stranger(served: Served, outcome: Outcome) -> None:
-    """Sends another client's stop request with the ids of answers in flight."""
-    flight, refusals = Flight(served), ask_to_stop(served, REQUEST_ID).errors
-    flight.land(outcome, should_end=True)
-    outcome.then = f"the stranger was answered {refusals[0]!r}" if refusals else "the stranger was obeyed"
-    outcome.broken += [] if refusals else ["a stop request was taken"]
-
-
 def attack_with_schemas(served: Served, outcome: Outcome, num: int = NUM_SCHEMAS) -> None:
     """Sends hostile schemas. Each gets an answer or an error that names its field; a neighbour waits at most
     MAX_WAIT_S."""
@@ -262,55 +251,12 @@ def kill(name: str, number: signal.Signals) -> Run:
     return run
 
 
-def terminate(bench: Bench, outcome: Outcome) -> None:
-    served = bench.start()
-    flight = Flight(served)
-    ended_s = end_by_signal(served, outcome)
-    late_s = ended_s - flight.land(outcome, should_end=True)
-    outcome.broken += [f"ended {late_s:.0f} s after the last answer"] if late_s > END_S else []
-    bench.recover(outcome, ports=served.ports)
-
-
 def end_by_signal(served: Served, outcome: Outcome) -> float:
     processes = served.processes()
     served.process.send_signal(signal.SIGTERM)
     ended_s = wait_for_end(served, processes, outcome, DRAIN_S)
     outcome.broken += [f"status {served.process.returncode}"] if served.process.returncode else []
     return ended_s
-
-
-def port_in_use(bench: Bench, outcome: Outcome) -> None:
-    served = bench.start()
-    refused(bench.launch(ports=served.ports), outcome, str(served.ports[0]))
-    bench.judge(served, outcome)
-
-
-def two_cold_starts(bench: Bench, outcome: Outcome) -> None:
-    other = bench.launch(cache="two")
-    bench.recover(outcome, cache="two")
-    other.wait_ready()
-    bench.judge(other, outcome)
-    outcome.saw, outcome.then = "right answers of both", "one builds, the other waits for it"
-    check_cache(bench.folder / "two", outcome)
-
-
-def check_cache(cache: Path, outcome: Outcome) -> None:
-    num_built = sum(path.is_dir() for path in (cache / "faser").iterdir())
-    outcome.broken += [f"{num_built} folders in the cache"] if num_built != 1 else []
-
-
-def kill_during_build(bench: Bench, outcome: Outcome) -> None:
-    served, cache, deadline_s = bench.launch(cache="killed"), bench.folder / "killed", time.monotonic() + REFUSE_S
-    while not any((cache / "faser").glob("*/*")) and time.monotonic() < deadline_s:
-        time.sleep(POLL_S / 10)
-    processes = served.processes()
-    served.process.kill()
-    served.process.wait()
-    outcome.saw = f"no server; {len(list((cache / 'faser').glob('*/*')))} files of the engines were written"
-    outcome.broken += [f"left behind: {name}" for name in kill_leftovers(processes)]
-    bench.recover(outcome, cache="killed")
-    outcome.then = "a new start builds what is missing"
-    check_cache(cache, outcome)
 
 
 def full_temporary(bench: Bench, outcome: Outcome) -> None:
@@ -330,27 +276,6 @@ def enough_shared_memory(bench: Bench, outcome: Outcome) -> None:
     outcome.saw, outcome.then = "right answers", "runs"
 
 
-def damaged(name: str, harm: Callable[[Path], object]) -> Run:
-    def run(bench: Bench, outcome: Outcome) -> None:
-        copy = bench.folder / f"damaged {name}"
-        shutil.copytree(bench.engine_dir, copy)
-        harm(copy / name)
-        refused(bench.launch("--engine-dir", copy), outcome, name)
-        shutil.rmtree(copy)
-
-    return run
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1  # one flipped bit
-    path.write_bytes(content)
-
-
-def halve(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 def may_mount() -> bool:
     probe = ["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     with contextlib.suppress(OSError):
@@ -367,15 +292,7 @@ class Fault(NamedTuple):
 FAULTS: dict[str, Fault] = {
     **{f"kill {name}": Fault(f"kill -9 of {name}", kill(name, signal.SIGKILL)) for name in KILLED},
     **{f"halt {name}": Fault(f"SIGSTOP of {name}", kill(name, signal.SIGSTOP)) for name in HALTED},
-    "stop": Fault(
-        "stop = true with the id of others, and --stop-requests off",
-        lambda bench, outcome: stop_as_a_stranger(bench.start("--stop-requests", "off"), outcome),
-    ),
-    "sigterm": Fault("SIGTERM with answers in flight", terminate),
     "schemas": Fault("JSON schemas without end", lambda bench, outcome: attack_with_schemas(bench.start(), outcome)),
-    "port": Fault("port in use", port_in_use),
-    "cold starts": Fault("two cold starts on one cache", two_cold_starts),
-    "kill build": Fault("kill -9 of `faser serve` while it builds", kill_during_build),
     "full cache": Fault(
         "full disk at the build of the engines (a tmpfs of 2 MiB)",
         lambda bench, outcome: refused(bench.launch(cache="full", tmpfs="size=2m"), outcome),
@@ -393,10 +310,6 @@ FAULTS: dict[str, Fault] = {
         lambda bench, outcome: refused(bench.launch(tmpfs="size=2m"), outcome, "shm"),
         needs_mount=True,
     ),
-    "bit": Fault("engine directory: a bit of the target flipped", damaged("target.safetensors", flip)),
-    "half weights": Fault("engine directory: half of the draft", damaged("draft.safetensors", halve)),
-    "half manifest": Fault("engine directory: half of the manifest", damaged("manifest.json", halve)),
-    "tokenizer": Fault("engine directory: no tokenizer", damaged("tokenizer.json", Path.unlink)),
 }
 
 

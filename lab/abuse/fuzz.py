@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from faser_backend.lab.abuse import openai_attacks
-from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, known_crashes, make_case
+from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, make_case
 from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http, make_request
 from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, report, serving
 from faser_backend.lab.checks.options import make_parser
@@ -144,7 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
     parser.add_argument("--cases", type=int, default=10_000, help="Send this many, a quarter per contract and mode.")
     parser.add_argument("--only", type=int, help="Send only this case of the seed.")
-    parser.add_argument("--known-crashes", action="store_true", help="Also send inputs known to end Triton 2.51.")
     parser.add_argument("--openai", action="store_true", help="Attack the OpenAI server instead.")
     parser.add_argument("--serve-options", default="--num-threads 1", help="Pass these options to `faser serve`.")
     args = parser.parse_args(arguments)
@@ -156,14 +155,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes = []
     for contract, mode in [(contract, mode) for contract in CONTRACTS for mode in MODES]:
         numbers = [args.only] if args.only is not None else range(args.cases // (len(CONTRACTS) * len(MODES)))
-        crashes = known_crashes(contract) if args.known_crashes else []
 
-        def make(number: int, contract: str = contract, crashes: list[Case] = crashes) -> Case:
-            return crashes[number] if number < 0 else make_case(args.seed, number, contract)
+        def make(number: int, contract: str = contract) -> Case:
+            return make_case(args.seed, number, contract)
 
         options = [*args.serve_options.split(), mode, "--contract", contract]
         with serving(*options) as served:
-            outcomes.append(fuzz(served, contract, make, [*numbers, *range(-len(crashes), 0)], f"{contract} {mode}"))
+            outcomes.append(fuzz(served, contract, make, numbers, f"{contract} {mode}"))
     status = report([outcome.row() for outcome in outcomes], [line for outcome in outcomes for line in outcome.broken])
     for outcome in outcomes:
         print(f"\n{outcome.server}, most frequent errors:")

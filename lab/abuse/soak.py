@@ -78,17 +78,12 @@ def ask_alone(client: GrpcClient) -> list[str]:
 
 
 class Client:
-    """One client with its own connection and random generator.
+    """One client with its own connection and random generator."""
 
-    leaves_late: closes connections between an answer's last response and its end.
-    """
-
-    def __init__(
-        self, served: Served, expected: Sequence[str], seed: int, number: int, *, leaves_late: bool = False
-    ) -> None:
+    def __init__(self, served: Served, expected: Sequence[str], seed: int, number: int) -> None:
         self.rng = np.random.default_rng([seed, number])
         self.grpc = GrpcClient(served.url)
-        self._served, self._expected, self._number, self._leaves_late = served, expected, number, leaves_late
+        self._served, self._expected, self._number = served, expected, number
         self._num_acts = 0
 
     def act(self) -> Done:
@@ -123,9 +118,7 @@ class Client:
     def disconnect(self) -> Done:
         """Closes the connection during a long answer; the server must survive."""
         jobs, client = [int(self.rng.integers(NUM_TEXTS))], GrpcClient(self._served.url)
-        # Triton refuses the undeclared tensor, and keeps the connection of a client that leaves right after that.
-        asked = {"input_lengths": 1} if self._leaves_late else {"max_tokens": 300, "stream": True}
-        reply = client.ask(self._request(jobs, asked), leave_after=1, leaves_late=self._leaves_late)
+        reply = client.ask(self._request(jobs, {"max_tokens": 300, "stream": True}), leave_after=1)
         client.close()
         return (["left"], []) if reply.is_cut or not reply.errors else self._judged(reply, jobs)
 
@@ -216,11 +209,11 @@ class Soak:
     num_preemptions: int = 0
 
 
-def soak(served: Served, seconds: float, num_pauses: int, seed: int, *, leaves_late: bool = False) -> Soak:
-    """Generates traffic for this many seconds, with pauses in which samples are taken. leaves_late: see Client."""
+def soak(served: Served, seconds: float, num_pauses: int, seed: int) -> Soak:
+    """Generates traffic for this many seconds, with pauses in which samples are taken."""
     result, lock, alone = Soak(), threading.Lock(), GrpcClient(served.url)
     start_s, expected, before = time.monotonic(), ask_alone(alone), served.processes()
-    clients = [Client(served, expected, seed, number, leaves_late=leaves_late) for number in range(NUM_CLIENTS)]
+    clients = [Client(served, expected, seed, number) for number in range(NUM_CLIENTS)]
 
     def work(client: Client) -> None:
         while time.monotonic() < until_s and served.process.poll() is None:
@@ -298,14 +291,13 @@ def growth_table(samples: Sequence[Sample]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--known-leak", action="store_true", help="Leave as Triton 2.51 leaks connections for.")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if not 0 < args.minutes <= 24 * 60:
         parser.error(f"--minutes {args.minutes}: must lie in (0, 1440]")
     seconds = args.minutes * 60
     with serving(*SERVE_OPTIONS) as served:
-        result = soak(served, seconds, max(5, int(seconds / 20)), args.seed, leaves_late=args.known_leak)
+        result = soak(served, seconds, max(5, int(seconds / 20)), args.seed)
     rows = [{"request, and what became of it": what, "times": num} for what, num in sorted(result.num_done.items())]
     status = report(rows, result.broken)
     blocks = max((each.blocks for each in result.samples), default=0)
