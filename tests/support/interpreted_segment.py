@@ -42,7 +42,7 @@ def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monk
         wanted = np.concatenate([expected[i][starts[i] : starts[i] + counts[i]] for i in range(2)])
         assert np.abs(logits.numpy() - wanted).max() <= MAX_ERROR
         assert np.isfinite(scores.numpy()).all() and scores.any()
-    bounds = [key for calls in runner._calls for key in calls.shapes]
+    bounds = [key for calls in runner._calls for key in calls]
     program = runner._programs[1]
     splits = {program.num_splits(bound, runner.pool.keys(1)) for bound in bounds}  # pyright: ignore[reportAttributeAccessIssue]
     assert splits >= {2}, "contexts are split"
