@@ -3,8 +3,9 @@
     python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--prompts 128,512] [--json FILE]
 
 A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
-a large product of matrices, so that all are of the same minutes. It writes {"bandwidth_gb_s", "peak_gflops",
-"weight_bytes", "rows_ms": {"1": ..}, "prompt_ms": {"128": ..}} and the quartiles of rows.
+a large product of matrices, so that all are of the same minutes. Prompts are read in calls of
+PROMPT_ROWS, as a server reads them. It writes {"bandwidth_gb_s", "peak_gflops", "weight_bytes", "rows_ms": {"1": ..},
+"prompt_ms": {"128": ..}} and the quartiles of rows.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import numpy as np
 from faser_backend.lab.bench.report import MachineLimits
 from faser_backend.lab.checks.options import integers, make_parser
 from faser_backend.lab.checks.target import OpenTarget
+
+PROMPT_ROWS = 256  # of a call; in larger ones, results leave the caches between a layer's products
 
 
 def main() -> None:
@@ -44,12 +47,13 @@ def main() -> None:
         model, rng = target.manifest.target, np.random.default_rng(0)
         tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in {*counts, *prompts}}
 
-        def call_ms(count: int, context: int, num_logits: int) -> float:
+        def call_ms(count: int, context: int, num_logits: int, most_rows: int) -> float:
             began = time.perf_counter()
-            target.logits(tokens[count], context, num_logits)
+            for first in range(0, count, most_rows):
+                target.logits(tokens[count][first : first + most_rows], context + first, num_logits)
             return 1e3 * (time.perf_counter() - began)
 
-        calls = [(count, args.context, count if args.logits == "all" else 1) for count in counts]
+        calls = [(count, args.context, count if args.logits == "all" else 1, count) for count in counts]
         for call in calls:
             call_ms(*call)
         for _ in range(args.repeats):
@@ -58,7 +62,7 @@ def main() -> None:
                 call_ms(*call)  # weights and rows of the limits leave the caches
                 times[call[0]].append(call_ms(*call))
             for count in prompts:
-                prompt_times[count].append(call_ms(count, 0, 1))
+                prompt_times[count].append(call_ms(count, 0, 1, PROMPT_ROWS))
     bandwidth, peak = map(statistics.median, zip(*rates, strict=True))
     quartiles = {count: statistics.quantiles(found, n=4) for count, found in times.items()}
     floor_ms = 1e3 * model.num_weight_bytes / bandwidth

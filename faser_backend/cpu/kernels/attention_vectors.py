@@ -3,17 +3,21 @@
 
 A register of keys or values that was loaded serves several pairs, and one of a pair several columns. Every sum runs
 through its terms one by one, so its bits do not depend on the pairs that are computed beside it.
+
+`dots`, a constant, is 1 if VDPBF16PS multiplies (see vector_products): rows then hold two bfloat16 numbers per float.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import numba
 from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from faser_backend.cpu.kernels.vector_products import PAIRS as NUMBERS
 from faser_backend.cpu.kernels.vectors import (
     BYTES,
     FLOAT,
@@ -22,9 +26,11 @@ from faser_backend.cpu.kernels.vectors import (
     INT64,
     LANES,
     VECTOR,
+    add_halves,
     load,
     multiply_add,
     pick,
+    power_of_2,
     prefetch_line,
     row_address,
     splat,
@@ -34,108 +40,158 @@ from faser_backend.cpu.kernels.vectors import (
 PAIRS = 4 if binding.get_host_cpu_features().get("avx512f") else 1  # of an inner loop: their sums fit registers
 COLUMNS = 64  # whose weights are relative to one maximum: COLUMNS * i to COLUMNS * (i + 1) - 1 of a sequence
 VECTORS = COLUMNS // LANES
-LARGEST, TOTAL, FACTOR = range(3)  # indices into a pair's state
+BY_NUMBER = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
+LEAST_SCORE = -1e38
+NUM_SEEN, LARGEST, TOTAL, FACTOR = range(4)  # indices into a pair's state
 
 
-@intrinsic
-def transpose_keys(_typing, keys, pool, pool_rows, num_columns, head_dim):
-    """Computes keys[d, t] = pool[pool_rows[t], d] as float32, for num_columns columns and those that fill a vector.
+@intrinsic(prefer_literal=True)
+def transpose_keys(_typing, dots, keys, k_rows, v_rows, pool_rows, num_columns, head_dim):
+    """Computes keys[d, t] = k_rows[pool_rows[t], d], for num_columns columns and those that fill a vector.
 
-    Prefetches the next group's.
+    With dots, keys[d, t] holds d and d + head_dim / 2. Prefetches the next group's rows of both pools.
     """
 
     def emit(context, builder, signature, arguments):
-        _, _, _, num_columns, head_dim = arguments
-        pool_rows = row_address(context, builder, signature, arguments, 2)
-        low = [lane // 2 + LANES * (lane % 2) for lane in range(LANES)]
-        high = [lane + LANES // 2 for lane in low]
-        vectors_end = builder.and_(head_dim, INT64(-LANES))
+        num_columns, head_dim = arguments[5:]
+        pool_rows = row_address(context, builder, signature, arguments, 4)
+        by_halves = BY_NUMBER[:LANES], BY_NUMBER[LANES:]
+        length = builder.lshr(head_dim, INT64(dots.literal_value))
+        vectors_end = builder.and_(length, INT64(-LANES))
         with cgutils.for_range_slice(builder, INT64(0), num_columns, INT64(LANES), INT64) as (column, _):
             columns = [builder.add(column, INT64(i)) for i in range(LANES)]
-            rows = [row_in_pool(context, builder, signature, arguments, 1, pool_rows, t) for t in columns]
-            later = [builder.add(t, INT64(COLUMNS)) for t in columns]
-            next_rows = [row_in_pool(context, builder, signature, arguments, 1, pool_rows, t) for t in later]
-
-            def put(values, d):
-                store(builder, values, row_address(context, builder, signature, arguments, 0, d), column)
-
-            with cgutils.for_range_slice(builder, INT64(0), vectors_end, INT64(LANES), INT64) as (d, _):
-                square = [load_wide(builder, row, d, VECTOR) for row in rows]
+            rows = [row_in_pool(context, builder, signature, arguments, 2, pool_rows, t) for t in columns]
+            later = [(pool, builder.add(t, INT64(COLUMNS))) for t in columns for pool in (2, 3)]
+            next_rows = [row_in_pool(context, builder, signature, arguments, pool, pool_rows, t) for pool, t in later]
+            with cgutils.for_range_slice(builder, INT64(0), head_dim, INT64(2 * LANES), INT64) as (d, _):
                 for row in next_rows:
-                    prefetch(builder, row, d)
+                    prefetch_line(builder, builder.bitcast(builder.gep(row, [d]), BYTES))
+            with cgutils.for_range_slice(builder, INT64(0), vectors_end, INT64(LANES), INT64) as (d, _):
+                starts = [d, builder.add(d, length)][: 1 + dots.literal_value]
+                square = [[load_wide(builder, row, start, VECTOR) for start in starts] for row in rows]
+                square = [
+                    join(builder, *loaded, lanes=BY_NUMBER) if len(loaded) > 1 else loaded[0] for loaded in square
+                ]
                 for _ in range(LANES.bit_length() - 1):
                     halves = zip(square[: LANES // 2], square[LANES // 2 :], strict=True)
-                    square = [pick(builder, a, b, lanes) for a, b in halves for lanes in (low, high)]
+                    square = [pick(builder, a, b, lanes) for a, b in halves for lanes in by_halves]
                 for i, values in enumerate(square):
-                    put(values, builder.add(d, INT64(i)))
-            with cgutils.for_range_slice(builder, vectors_end, head_dim, INT64(1), INT64) as (d, _):
+                    row = row_address(context, builder, signature, arguments, 1, builder.add(d, INT64(i)))
+                    store(builder, values, row, column)
+            with cgutils.for_range_slice(builder, vectors_end, length, INT64(1), INT64) as (d, _):
                 values = VECTOR(ir.Undefined)
                 for i, row in enumerate(rows):
                     values = builder.insert_element(values, load_wide(builder, row, d, FLOAT), INT32(i))
-                put(values, d)
+                store(builder, values, row_address(context, builder, signature, arguments, 1, d), column)
         return context.get_dummy_value()
 
-    return numba.void(keys, pool, pool_rows, numba.intp, numba.intp), emit
+    return numba.void(dots, keys, k_rows, v_rows, pool_rows, numba.intp, numba.intp), emit
 
 
-@intrinsic
-def score_pairs(_typing, scores, queries, keys, first, num_pairs, head_dim):
-    """Computes scores[pair, column] = queries[pair] . keys[:, column], d by d, for at most PAIRS pairs from `first`."""
+@intrinsic(prefer_literal=True)
+def join_rows(_typing, dots, target, low, high, width):
+    """Rounds two rows to bfloat16 and writes the pairs of their numbers; target may be `low`. Nothing without dots."""
 
     def emit(context, builder, signature, arguments):
-        for pairs in cases(builder, arguments[4]):
-            target, queries = rows_of(context, builder, signature, arguments, (0, 1), arguments[3], pairs)
-            offsets = [INT64(LANES * v) for v in range(VECTORS)]
-            sums = [[cgutils.alloca_once_value(builder, VECTOR([0.0] * LANES)) for _ in offsets] for _ in queries]
-            with cgutils.for_range_slice(builder, INT64(0), arguments[5], INT64(1), INT64) as (d, _):
-                row = row_address(context, builder, signature, arguments, 2, d)
-                add_products(builder, sums, queries, d, [load(builder, row, at, VECTOR) for at in offsets])
-            store_sums(builder, sums, target, offsets)
+        target, *rows = (row_in_pool(context, builder, signature, arguments, i) for i in (1, 2, 3))
+        if not dots.literal_value:
+            return context.get_dummy_value()
+        with cgutils.for_range_slice(builder, INT64(0), arguments[4], INT64(LANES), INT64) as (d, _):
+            both = [load_wide(builder, row, d, VECTOR) for row in rows]
+            store(builder, join(builder, *both, lanes=BY_NUMBER), target, d)
         return context.get_dummy_value()
 
-    return numba.void(scores, queries, keys, *[numba.intp] * 3), emit
+    return numba.void(dots, target, low, high, numba.intp), emit
 
 
-@intrinsic
-def mix_pairs(_typing, mixed, weights, state, pool, pool_rows, first, num_pairs, num_columns, head_dim):
-    """Computes mixed[pair] = mixed[pair] * state[pair, FACTOR] + the sum of weights[pair, t] * pool[pool_rows[t]].
+@intrinsic(prefer_literal=True)
+def attend_pairs(
+    _typing, dots, mixed, weights, state, queries, keys, values, v_rows, pool_rows, column, num_columns, num_pairs,
+    head_dim
+):  # fmt: skip
+    """Adds a group's first num_columns columns to the sums of at most PAIRS pairs.
 
-    It adds t by t, t < num_columns, for at most PAIRS pairs from `first`, and prefetches the next group's.
+    A score is queries[pair] . keys[:, t], summed d by d, and a weight 2^(score - largest), or 0 where the column is
+    hidden; largest is that of all groups so far. state [pair, 4]: NUM_SEEN columns from the sequence's first on,
+    LARGEST, the sum of weights, and the factor that older weights take because LARGEST has grown. A weight that
+    underflows float32 becomes 1e-38, which changes no sum that holds a 1. mixed[pair] takes the factor, then weight
+    times v_rows[pool_rows[t]], t by t. With dots, values and weights [PAIRS, COLUMNS] are joined, t and t + 1.
     """
+    has_dots = dots.literal_value
 
     def emit(context, builder, signature, arguments):
-        _, _, _, _, _, first, num_pairs, num_columns, head_dim = arguments
-        pool_rows = row_address(context, builder, signature, arguments, 4)
+        column, num_columns, num_pairs, head_dim = arguments[9:]
+        column, num_products = builder.sitofp(column, FLOAT), builder.lshr(head_dim, INT64(has_dots))
+        num_terms = builder.lshr(builder.add(num_columns, INT64(has_dots)), INT64(has_dots))
+        pool_rows = row_address(context, builder, signature, arguments, 8)
+        offsets = [INT64(LANES * v) for v in range(VECTORS)]
 
-        def mix(pairs, d, kind, vectors):
+        def keys_of(d):
+            row = row_address(context, builder, signature, arguments, 5, d)
+            return [load(builder, row, at, VECTOR) for at in offsets]
+
+        def mix(targets, weights, states, d, kind, vectors):
             """Mixes `vectors` vectors, or numbers, from d on."""
-            target, weights, states = rows_of(context, builder, signature, arguments, range(3), first, pairs)
             offsets = [builder.add(d, INT64(LANES * v)) for v in range(vectors)]
-            sums = []
-            for row, of_pair in zip(target, states, strict=True):
-                factor = spread(builder, load(builder, of_pair, INT64(FACTOR), FLOAT), kind)
-                start = [builder.fmul(load(builder, row, at, kind), factor) for at in offsets]
-                sums.append([cgutils.alloca_once_value(builder, x) for x in start])
-            with cgutils.for_range_slice(builder, INT64(0), num_columns, INT64(1), INT64) as (t, _):
-                row = row_in_pool(context, builder, signature, arguments, 3, pool_rows, t)
-                next_row = row_in_pool(
-                    context, builder, signature, arguments, 3, pool_rows, builder.add(t, INT64(COLUMNS))
-                )
-                for at in offsets:
-                    prefetch(builder, next_row, at)
-                add_products(builder, sums, weights, t, [load_wide(builder, row, at, kind) for at in offsets])
-            store_sums(builder, sums, target, offsets)
+            factors = [spread(builder, load(builder, of_pair, INT64(FACTOR), FLOAT), kind) for of_pair in states]
+            both = zip(targets, factors, strict=True)
+            starts = [[builder.fmul(load(builder, row, at, kind), factor) for at in offsets] for row, factor in both]
+
+            def values_of(t):
+                source = (6, None, t) if has_dots else (7, pool_rows, t)
+                row = row_in_pool(context, builder, signature, arguments, *source)
+                return [load_wide(builder, row, at, kind) for at in offsets]
+
+            sums = add_products(builder, has_dots, starts, weights, num_terms, values_of)
+            store_all(builder, sums, targets, offsets)
 
         for pairs in cases(builder, num_pairs):
+            targets, weights, states, queries = rows_of(context, builder, signature, arguments, (1, 2, 3, 4), pairs)
+            zeros = [[VECTOR([0.0] * LANES)] * VECTORS] * pairs
+            scores = add_products(builder, has_dots, zeros, queries, num_products, keys_of)
+            found = [weights_of(builder, *of_pair, column) for of_pair in zip(scores, states, strict=True)]
+            if has_dots:
+                found = [[join(builder, *of[v : v + 2]) for v in range(0, VECTORS, 2)] for of in found]
+            store_all(builder, found, weights, offsets)
             start = INT64(0)
-            for kind, vectors, step in ((VECTOR, VECTORS, COLUMNS), (VECTOR, 1, LANES), (FLOAT, 1, 1)):
+            for kind, vectors, step in ((VECTOR, VECTORS, COLUMNS), (VECTOR, 1, LANES), (FLOAT, 1, 1))[: 3 - has_dots]:
                 stop = builder.and_(head_dim, INT64(-step))
                 with cgutils.for_range_slice(builder, start, stop, INT64(step), INT64) as (d, _):
-                    mix(pairs, d, kind, vectors)
+                    mix(targets, weights, states, d, kind, vectors)
                 start = stop
         return context.get_dummy_value()
 
-    return numba.void(mixed, weights, state, pool, pool_rows, *[numba.intp] * 4), emit
+    arrays = (mixed, weights, state, queries, keys, values, v_rows, pool_rows)
+    return numba.void(dots, *arrays, *[numba.intp] * 4), emit
+
+
+def weights_of(builder, scores, state, column):
+    """Returns the weights of a pair's scores, and updates its state; see attend_pairs."""
+
+    def larger(a, b):
+        return builder.select(builder.fcmp_ordered(">", a, b), a, b)
+
+    end = splat(builder, builder.fsub(load(builder, state, INT64(NUM_SEEN), FLOAT), column), LANES)
+    lanes = [VECTOR(list(range(first, first + LANES))) for first in range(0, COLUMNS, LANES)]
+    is_seen = [builder.fcmp_ordered("<", each, end) for each in lanes]
+    least, zero = (VECTOR([number] * LANES) for number in (LEAST_SCORE, 0.0))
+    scores = [builder.select(seen, x, least) for seen, x in zip(is_seen, scores, strict=True)]
+    before = splat(builder, load(builder, state, INT64(LARGEST), FLOAT), LANES)
+    largest = reduce(larger, scores, before)
+    for distance in (8, 4, 2, 1):
+        others = pick(builder, largest, largest, [lane ^ distance for lane in range(LANES)])
+        largest = larger(largest, others)
+    weights = [power_of_2(builder, builder.fsub(x, largest)) for x in scores]
+    weights = [builder.select(seen, x, zero) for seen, x in zip(is_seen, weights, strict=True)]
+    factor, total = (
+        power_of_2(builder, builder.fsub(before, largest)),
+        add_halves(builder, reduce(builder.fadd, weights)),
+    )
+    most, factor, total = (builder.extract_element(x, INT32(0)) for x in (largest, factor, total))
+    total = multiply_add(builder, load(builder, state, INT64(TOTAL), FLOAT), factor, total)
+    for index, value in ((LARGEST, most), (TOTAL, total), (FACTOR, factor)):
+        store(builder, value, state, INT64(index))
+    return weights
 
 
 def cases(builder, num_pairs) -> Iterator[int]:
@@ -145,15 +201,15 @@ def cases(builder, num_pairs) -> Iterator[int]:
             yield case
 
 
-def rows_of(context, builder, signature, arguments, of, first, pairs):
-    """Returns the rows' addresses of some pairs in each of these arguments."""
-    rows = [builder.add(first, INT64(i)) for i in range(pairs)]
+def rows_of(context, builder, signature, arguments, of, pairs):
+    """Returns the rows' addresses of the first pairs in each of these arguments."""
+    rows = [INT64(i) for i in range(pairs)]
     return [[row_address(context, builder, signature, arguments, i, row) for row in rows] for i in of]
 
 
-def row_in_pool(context, builder, signature, arguments, argument, pool_rows, t):
-    """Returns the address of the row at pool_rows[t] of a pool; halves are told by the address's type."""
-    row = builder.sext(load(builder, pool_rows, t, INT32), INT64)
+def row_in_pool(context, builder, signature, arguments, argument, pool_rows=None, t=None):
+    """Returns the address of row pool_rows[t], or t, of an array; halves are told by the address's type."""
+    row = t if pool_rows is None else builder.sext(load(builder, pool_rows, t, INT32), INT64)
     address = row_address(context, builder, signature, arguments, argument, row)
     is_half = signature.args[argument].dtype == numba.uint16
     return builder.bitcast(address, HALF.as_pointer()) if is_half else address
@@ -166,23 +222,42 @@ def load_wide(builder, row, offset, kind):
     return builder.fpext(load(builder, row, offset, HALF if kind == FLOAT else ir.VectorType(HALF, LANES)), kind)
 
 
-def prefetch(builder, row, offset):
-    prefetch_line(builder, builder.bitcast(builder.gep(row, [offset]), BYTES))
-
-
 def spread(builder, x, kind):
     return splat(builder, x, LANES) if kind == VECTOR else x
 
 
-def add_products(builder, sums, rows, at, values):
-    """Adds rows[i][at] * values[j] to sums[i][j]."""
-    for row, totals in zip(rows, sums, strict=True):
-        x = spread(builder, load(builder, row, at, FLOAT), values[0].type)
-        for total, value in zip(totals, values, strict=True):
-            builder.store(multiply_add(builder, x, value, builder.load(total)), total)
+def join(builder, low, high, lanes: Sequence[int] = range(2 * LANES)):
+    """Rounds two vectors to bfloat16, nearest, ties to even, and returns these lanes of them, two to a float.
+
+    Denormal numbers become 0.
+    """
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(NUMBERS, [VECTOR, VECTOR]), name)
+    both = builder.call(function, [high, low])
+    both = builder.bitcast(both, ir.VectorType(ir.IntType(16), 2 * LANES))
+    return builder.bitcast(pick(builder, both, both, lanes), VECTOR)
 
 
-def store_sums(builder, sums, rows, offsets):
-    for row, totals in zip(rows, sums, strict=True):
-        for total, at in zip(totals, offsets, strict=True):
-            store(builder, builder.load(total), row, at)
+def add_products(builder, has_dots, starts, rows, count, values_of):
+    """Returns starts[i][j] + the sum of rows[i][k] * values_of(k)[j], k = 0, 1, ... count - 1; of pairs with dots."""
+    sums = [[cgutils.alloca_once_value(builder, start) for start in of_row] for of_row in starts]
+    with cgutils.for_range_slice(builder, INT64(0), count, INT64(1), INT64) as (k, _):
+        values = values_of(k)
+        for row, totals in zip(rows, sums, strict=True):
+            x = spread(builder, load(builder, row, k, FLOAT), values[0].type)
+            for total, value in zip(totals, values, strict=True):
+                builder.store((dot if has_dots else multiply_add)(builder, x, value, builder.load(total)), total)
+    return [[builder.load(total) for total in totals] for totals in sums]
+
+
+def dot(builder, a, b, c):
+    """Returns c + the products of a's and b's pairs; see vector_products.dot."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, NUMBERS, NUMBERS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [c, builder.bitcast(a, NUMBERS), builder.bitcast(b, NUMBERS)])
+
+
+def store_all(builder, values, rows, offsets):
+    for row, of_row in zip(rows, values, strict=True):
+        for value, at in zip(of_row, offsets, strict=False):
+            store(builder, value, row, at)

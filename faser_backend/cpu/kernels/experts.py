@@ -123,7 +123,7 @@ def softmax(x):
     for i in range(x.size):
         largest = max(largest, x[i])
     for i in range(x.size):
-        x[i] = exp2((x[i] - largest) * LOG2_E)
+        x[i] = exp2((x[i] - largest) * LOG2_E)  # pyright: ignore[reportCallIssue]
         total += x[i]
     for i in range(x.size):
         x[i] /= total

@@ -26,7 +26,6 @@ from numba.core import cgutils
 from faser_backend.cpu.kernels.layouts import GROUP_SIZE, LANES, Layout
 from faser_backend.cpu.kernels.vector_products import (
     BIT,
-    INTEGERS,
     SHORT,
     VOID,
     ask_ahead,
@@ -50,6 +49,7 @@ from faser_backend.cpu.kernels.vectors import (
     FLOAT,
     FLOATS,
     INT64,
+    INTEGERS,
     VECTOR,
     load,
     multiply_add,

@@ -51,6 +51,8 @@ _VECTOR_CODE = tuple(matrix_units if matrix_units.takes(layout) else vector_prod
 UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
 TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))
 GROUP_FLOATS = tuple(of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True))
+# Codes whose products VDPBF16PS computes; attention then multiplies so too.
+DOT_CODES = [i for i, of in enumerate(_VECTOR_CODE) if of is vector_products and vector_products.has_dots(_LAYOUTS[i])]
 i64 = types.int64
 
 

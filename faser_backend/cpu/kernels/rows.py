@@ -10,11 +10,10 @@ import numba
 import numpy as np
 
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
-from faser_backend.cpu.kernels.vectors import power_of_2
+from faser_backend.cpu.kernels.vectors import exp2
 
 LOG2_E = np.float32(np.log2(np.e))
-HALF, ONE = np.float32(0.5), np.float32(1)
-LARGEST_EXPONENT = np.float32(126)  # larger powers of two leave float32
+ONE = np.float32(1)
 
 inlined = numba.njit(forceinline=True, **WITHIN_KERNELS)
 spliced = numba.njit(inline="always", **WITHIN_KERNELS)
@@ -65,23 +64,4 @@ def rotate(x, cos, sin):
 def gated_silu(gate, up):
     """Computes gate = silu(gate) * up in place."""
     for j in range(gate.size):
-        gate[j] = gate[j] / (ONE + exp2(-gate[j] * LOG2_E)) * up[j]
-
-
-@inlined
-def exp2(x):
-    """Returns 2^x, with x clamped to [-126, 126]: beyond it no result matters beside a 1.
-
-    2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial of degree 5 has the least relative error on that
-    range, 7.5e-8, or 2.2e-7 with float32's roundings.
-    """
-    x = min(max(x, -LARGEST_EXPONENT), LARGEST_EXPONENT)
-    n = np.floor(x + HALF)
-    f = x - n
-    power = np.float32(1.3276472e-3)
-    power = power * f + np.float32(9.6755414e-3)
-    power = power * f + np.float32(5.5507133e-2)
-    power = power * f + np.float32(2.4022120e-1)
-    power = power * f + np.float32(6.9314697e-1)
-    power = power * f + np.float32(1.0000001)
-    return power * power_of_2(np.int32(n))  # pyright: ignore[reportCallIssue]
+        gate[j] = gate[j] / (ONE + exp2(-gate[j] * LOG2_E)) * up[j]  # pyright: ignore[reportCallIssue]

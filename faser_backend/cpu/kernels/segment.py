@@ -22,6 +22,7 @@ from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
 from faser_backend.cpu.kernels.layouts import LANES
 from faser_backend.cpu.kernels.products import (
     ADDS,
+    DOT_CODES,
     NO_BIAS,
     REPLACES,
     STORED,
@@ -69,7 +70,7 @@ def segment_kernel(
     """
     code, embedding_code, head_code = (code_of(name, compute) for name in weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
-    stamp = source_stamp()
+    stamp, dots = source_stamp(), int(code in DOT_CODES and head_dim % (2 * LANES) == 0)
     signature = numba.void(
         numba.int64, numba.int64, i64[1],  # thread, num_threads, barrier
         i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
@@ -151,7 +152,7 @@ def segment_kernel(
             barrier_wait(barrier, num_threads)
             batch, rope = (block_table, cu_rows, context_lens), (positions, cos, sin, vectors, at, eps)
             attend(
-                q, k, v, (storage[layer, 0], storage[layer, 1]), batch, rope, attended, items, space, scale,
+                dots, q, k, v, (storage[layer, 0], storage[layer, 1]), batch, rope, attended, items, space, scale,
                 not is_last or logit_rows.size > 0, crew, head_dim,
             )  # fmt: skip
             barrier_wait(barrier, num_threads)
@@ -278,12 +279,13 @@ def feed_forward(code, hidden, gate, up, normed, packed, own, at, num_rows, crew
 
 
 @inlined
-def attend(q, k, v, pools, batch, rope, attended, items, space, scale, attends, crew, head_dim):
+def attend(dots, q, k, v, pools, batch, rope, attended, items, space, scale, attends, crew, head_dim):
     """Rotates queries and keys, writes keys and values to the pool and, if `attends`, computes `attended`.
 
     Tiles of one sequence read each other's rows, so all rows are written first. Without tiles, the thread that takes an
     item also writes its rows.
     """
+    dots = literally(dots)
     (thread, num_threads, barrier, _), (block_table, cu_rows, context_lens) = crew, batch
     has_tiles = items.shape[0] > context_lens.size * k.shape[1]
     if has_tiles:
@@ -298,7 +300,7 @@ def attend(q, k, v, pools, batch, rope, attended, items, space, scale, attends, 
             sequence, kv_head, first, num_rows = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
             position = context_lens[sequence] + first - cu_rows[sequence]
             attend_item(
-                q, pools[0], pools[1], block_table[sequence], position, first, num_rows, kv_head, attended, space,
+                dots, q, pools[0], pools[1], block_table[sequence], position, first, num_rows, kv_head, attended, space,
                 scale, head_dim,
             )  # fmt: skip
         i = take_item(barrier)

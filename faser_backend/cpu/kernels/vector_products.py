@@ -25,6 +25,7 @@ from faser_backend.cpu.kernels.vectors import (
     HALF,
     INT32,
     INT64,
+    INTEGERS,
     VECTOR,
     add_halves,
     load,
@@ -49,7 +50,7 @@ class BFloat(ir.Type):
 
 
 BIT, SHORT, VOID = ir.IntType(1), ir.IntType(16), ir.VoidType()
-INTEGERS, SHORTS = ir.VectorType(INT32, LANES), ir.VectorType(SHORT, LANES)
+SHORTS = ir.VectorType(SHORT, LANES)
 PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 UNROLLED = 4  # inputs, or pairs of them, of an inner loop's iteration; with more, sums no longer stay in registers
 PAIRS_OF_GROUP = GROUP_SIZE // 2

@@ -17,7 +17,7 @@ LARGEST_HALF = 65504.0
 
 BYTE, HALF, FLOAT, INT32, INT64 = ir.IntType(8), ir.HalfType(), ir.FloatType(), ir.IntType(32), ir.IntType(64)
 BYTES, FLOATS = BYTE.as_pointer(), FLOAT.as_pointer()
-VECTOR = ir.VectorType(FLOAT, LANES)
+VECTOR, INTEGERS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 
 
 @intrinsic
@@ -56,14 +56,37 @@ def copy_row(_typing, target, source, head_dim):
 
 
 @intrinsic
-def power_of_2(_typing, exponent):
-    """Returns 2^exponent as float32, made from its bits, for an int32 from -126 to 127."""
+def exp2(_typing, x):
+    """Returns 2^x; see power_of_2."""
 
     def emit(_context, builder, _signature, arguments):
-        biased = builder.add(arguments[0], INT32(127))
-        return builder.bitcast(builder.shl(biased, INT32(23)), FLOAT)
+        return power_of_2(builder, arguments[0])
 
-    return numba.float32(numba.int32), emit
+    return numba.float32(x), emit
+
+
+def power_of_2(builder, x):
+    """Returns 2^x of a float or vector, with x clamped to [-126, 126]: beyond it no result matters beside a 1.
+
+    2^x = 2^n * 2^f with n = round(x) and |f| <= 1/2. The polynomial of degree 5 has the least relative error on that
+    range, 7.5e-8, or 2.2e-7 with float32's roundings. NaN stays NaN.
+    """
+
+    def constant(number):
+        return FLOAT(number) if x.type == FLOAT else VECTOR([number] * LANES)
+
+    integer = INT32 if x.type == FLOAT else INTEGERS
+    name = "llvm.rint.f32" if x.type == FLOAT else f"llvm.rint.v{LANES}f32"
+    rint = cgutils.get_or_insert_function(builder.module, ir.FunctionType(x.type, [x.type]), name)
+    x = clamp(builder, x, 126.0)
+    n = builder.call(rint, [x])
+    f = builder.fsub(x, n)
+    power = constant(1.3276472e-3)
+    for coefficient in (9.6755414e-3, 5.5507133e-2, 2.4022120e-1, 6.9314697e-1, 1.0000001):
+        power = multiply_add(builder, power, f, constant(coefficient))
+    bias, place = (integer(number if x.type == FLOAT else [number] * LANES) for number in (127, 23))
+    scale = builder.shl(builder.add(builder.fptosi(n, integer), bias), place)
+    return builder.fmul(power, builder.bitcast(scale, x.type))
 
 
 def prefetch_line(builder, address):
