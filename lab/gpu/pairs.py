@@ -22,7 +22,8 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.weights_build import weight_segments
 from faser_backend.lab.gpu.harness import Context
 from faser_backend.lab.shapes import Pair, stored_count
-from faser_backend.lab.train_head.checkpoint import head_spec, new_head, read_target, save_head
+from faser_backend.lab.train_head.checkpoint import head_spec, new_head, save_head
+from faser_backend.lab.train_head.target import Target
 from faser_backend.manifest import FileSpec, ModelEngine
 
 DTYPE = {"cuda": "bf16", "cpu": "fp32"}  # by device: a CPU's bf16 products are slow
@@ -101,7 +102,7 @@ def random_tensors(spec: ModelSpec, dtype: str, device: torch.device, seed: int)
 
 def write_untrained_head(target_dir: Path, directory: Path, seed: int) -> Path:
     """Writes a head as it is before training, which is right now and then. Returns its checkpoint's directory."""
-    target = read_target(target_dir)
+    target = Target(target_dir, torch.device("cpu"), is_exact=True)
     spec = head_spec(target.spec, target.spec.num_kv_heads, target.spec.intermediate_size)
     token_ids = np.arange(int(KNOWN_IDS * spec.vocab_size))
     head = new_head(target, spec, token_ids, seed)

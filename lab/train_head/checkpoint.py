@@ -4,7 +4,7 @@ engines/eagle3.py."""
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,62 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import EAGLE3, ModelSpec
-from faser_backend.engines.families import read_spec
-from faser_backend.engines.pairs import open_checkpoint
-from faser_backend.engines.weights import ModelWeights
 from faser_backend.lab.train_head.head import Head
+from faser_backend.lab.train_head.target import NUM_FEATURES, Target, feature_layers, published_layers
 
-NUM_FEATURES = 3
 SPREAD = 0.02  # deviation of weights not taken from the target
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TargetParts:
-    """The tensors of a target that training reads. Matrices are [outputs, inputs], float32."""
-
-    spec: ModelSpec
-    embedding: Tensor  # [vocab_size, hidden_size]
-    norm: Tensor  # [hidden_size], before the logits
-    lm_head: Tensor  # [vocab_size, hidden_size]
-    last_layer: dict[str, Tensor]  # without experts
-
-
-def read_target(path: Path) -> TargetParts:
-    """Reads the target's tensors. Raises CheckpointError."""
-    checkpoint = open_checkpoint(path)
-    spec = read_spec(checkpoint.fields)
-    weights = ModelWeights(checkpoint, spec)
-
-    def tensor(name: str) -> Tensor:
-        array = np.asarray(weights[name]).astype(np.float32)
-        return torch.from_numpy(np.ascontiguousarray(array.T if weights.sources[name].is_transposed else array))
-
-    prefix = f"layers.{spec.num_layers - 1}."
-    names = [name for name in weights if name.startswith(prefix) and ".expert" not in name]
-    return TargetParts(
-        spec,
-        tensor("embedding"),
-        tensor("norm"),
-        tensor("lm_head" if "lm_head" in weights else "embedding"),
-        {name.removeprefix(prefix): tensor(name) for name in names},
-    )
-
-
-def feature_layers(spec: ModelSpec) -> tuple[int, ...]:
-    """Returns a low, a middle and a high layer, whose inputs feed a head: the published choice if there are enough
-    layers."""
-    last = spec.num_layers
-    if last < NUM_FEATURES + 1:
-        raise ConfigError(f"target: {last} layers: a head needs at least {NUM_FEATURES + 1}")
-    return published_layers(spec) or (1, 1 + (last - 1) // 2, last - 1)
-
-
-def published_layers(spec: ModelSpec) -> tuple[int, ...] | None:
-    """Returns the layers that readers assume if a config names none, or None if the target has too few."""
-    low, middle, high = 2, spec.num_layers // 2, spec.num_layers - 3
-    return (low, middle, high) if low < middle < high else None
 
 
 def head_spec(target: ModelSpec, num_kv_heads: int, intermediate_size: int) -> ModelSpec:
@@ -90,14 +39,14 @@ def head_spec(target: ModelSpec, num_kv_heads: int, intermediate_size: int) -> M
     )
 
 
-def new_head(target: TargetParts, spec: ModelSpec, token_ids: np.ndarray, seed: int) -> Head:
+def new_head(target: Target, spec: ModelSpec, token_ids: np.ndarray, seed: int) -> Head:
     """Returns a head that begins as its target's last layer over the highest feature; its logits are the target's rows.
 
     Parts without a counterpart, and matrices of another shape than the target's, are small random numbers.
     """
     head = Head(spec, NUM_FEATURES, token_ids.size)
     rng = torch.Generator().manual_seed(seed)
-    layer, hidden = target.last_layer, spec.hidden_size
+    layer, hidden = target.layers[-1], spec.hidden_size
     num_q, num_kv = target.spec.num_heads * spec.head_dim, target.spec.num_kv_heads * spec.head_dim
     q, k, v = layer["qkv"].split([num_q, num_kv, num_kv])
     taken = {

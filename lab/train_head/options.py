@@ -37,16 +37,16 @@ class HeadOptions(OptionTable):
     matrix_rate: float = option(2e-3, "Set the learning rate of matrices (Muon).", ge=0)
     rate: float = option(5e-4, "Set the learning rate of other weights (AdamW).", ge=0)
     decay_share: float = option(0.5, "Decay learning rates over this last share of steps.", ge=0, le=1)
-    num_slots: int = option(64, "Write this many conversations together.", ge=1)
+    num_slots: int = option(64, "Write this many conversations together: 2048 on a large GPU.", ge=1)
     num_threads: int | None = option(None, EngineConfig.options()["num_threads"], section="Options")
-    processes: int = option(1, "Train in this many processes, which average weights.", ge=1)
-    device: str = option("auto", "Train on this device.", values="auto|cpu|cuda")
+    device: str = option("auto", "Write and train on this device.", values="auto|cpu|cuda")
     precision: Literal["bf16", "fp32"] = option("bf16", "Multiply matrices in this precision.")
     seed: int = option(0, shared.SEED)
     # Not on the command line:
     dialogues_per_shard: int = 64
     max_question: int = 192
     max_answer: int = 256
+    round_tokens: int = 768  # that a slot writes before a round's conversations are saved
     num_columns: int = 3072  # logits compared per step, 0 for all (sampled softmax, Jean et al. 2015)
     warmup_steps: int = 40
     report_every: int = 20

@@ -1,8 +1,7 @@
 """Trains a head by training-time test: each row drafts a short chain, and every step of it is compared with the target.
 
 The plan depends on steps, not on seconds, so an interrupted run resumes as if it had not been. A finished run continues
-with a new plan and its weights once there are more data. Processes that train one head together each learn from a share
-of the batches, and average their weights every few steps (local SGD, Stich 2019); each keeps its own optimizer state.
+with a new plan and its weights once there are more data.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding, linear, pad, rms_norm
+from torch.nn.functional import cross_entropy, embedding, linear, pad
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.train_head.checkpoint import TargetParts, head_spec, new_head
-from faser_backend.lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue
+from faser_backend.lab.train_head.checkpoint import head_spec, new_head
+from faser_backend.lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue, Kind
 from faser_backend.lab.train_head.head import Head
 from faser_backend.lab.train_head.options import HeadOptions
+from faser_backend.lab.train_head.target import Target
 
 STATE_FILE = "training.pt"
 DEFAULT_NUM_IDS = 8192
-STEPS_APART = 8  # between averages of weights
 STEP_DECAY = 0.8  # weight of each further step of a chain
 WEIGHT_DECAY, MAX_GRADIENT = 0.01, 1.0
 NUM_CHECKED = 32  # held-out dialogues of a check; the last check takes all
@@ -44,7 +42,7 @@ class Progress:
     passes: int
     seed: int
     step: int = 0
-    num_rows: int = 0  # learned from, in all runs; other processes' batches are assumed to be as full
+    num_rows: int = 0  # learned from, in all runs
     losses: list[tuple[int, float]] = field(default_factory=list)
     checks: list[tuple[int, list[float], float]] = field(
         default_factory=list
@@ -54,11 +52,11 @@ class Progress:
 class Objective:
     """The target's probabilities over token_ids [num_ids], which a head can draft, at every step of a chain."""
 
-    def __init__(self, target: TargetParts, token_ids: Tensor, device: torch.device, dtype: torch.dtype) -> None:
-        self._device, self._dtype, self._eps = device, dtype, target.spec.rms_eps
-        self._norm, self._table = target.norm.to(device), target.embedding.to(device)
-        self._rows = target.lm_head[token_ids].to(device, dtype)  # [num_ids, hidden_size]
+    def __init__(self, target: Target, token_ids: Tensor, dtype: torch.dtype) -> None:
+        device = target.device
+        self._target, self._device, self._dtype, self._table = target, device, dtype, target.embedding.float()
         self.token_ids = token_ids.to(device)
+        self._rows = target.lm_head[self.token_ids].to(dtype)  # [num_ids, hidden_size]
         self._index_of = torch.full((target.spec.vocab_size,), -1, device=device)  # by the target's id; -1: none
         self._index_of[self.token_ids] = torch.arange(token_ids.numel(), device=device)
 
@@ -70,11 +68,11 @@ class Objective:
         num_columns, seed: see `_columns`; 0 compares all logits. Rows whose best token the head cannot draft are left
         out, as published.
         """
-        best = batch.best_ids.to(self._device)
+        best = batch.best_ids
         is_known = (best >= 0) & (self._index_of[best.clamp(min=0)] >= 0)  # [B, n]
         row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known row among the known ones
         with self._autocast():
-            wanted = self._wanted(batch.hidden.to(self._device)[is_known])
+            wanted = self._wanted(batch.normed[is_known])
             chains = self._chains(head, batch, chain_length)
         matrix, bias = head.lm_head.weight.to(self._dtype), None
         if 0 < num_columns < matrix.shape[0]:
@@ -85,7 +83,8 @@ class Objective:
         for step, hidden in enumerate(chains, 1):
             rows, positions = pad(is_known[:, step:], (0, min(step, n)), value=False).nonzero(as_tuple=True)
             if rows.numel():
-                logits = linear(hidden[rows, positions].to(self._dtype), matrix).float()
+                picked = hidden.flatten(0, 1).index_select(0, rows * n + positions)  # its gradient is added up quickly
+                logits = linear(picked.to(self._dtype), matrix).float()
                 shifted = logits if bias is None else logits + bias
                 loss = cross_entropy(shifted, wanted[row_of[rows, positions + step]])
                 total = total + STEP_DECAY ** (step - 1) * loss
@@ -104,18 +103,17 @@ class Objective:
         hits, rows = np.zeros(DEPTHS), np.zeros(DEPTHS)
         num_kept = num_chains = 0
         for first in range(0, len(ordered), CHECKED_AT_ONCE):
-            together = ordered[first : first + CHECKED_AT_ONCE]
-            batch = Batch.of(together, has_questions=False)
+            batch = Batch.of(ordered[first : first + CHECKED_AT_ONCE], self._target, learned=Kind.ANSWER)
             with self._autocast():
                 chains = self._chains(head, batch, DEPTHS)
-                guesses = [self.token_ids[linear(x, head.lm_head.weight).argmax(-1)].cpu() for x in chains]
+                guesses = torch.stack([self.token_ids[linear(x, head.lm_head.weight).argmax(-1)] for x in chains])
             n = batch.token_ids.shape[1]
-            best = [pad(batch.best_ids[:, k:], (0, min(k, n)), value=-1) for k in range(1, DEPTHS + 1)]
-            counts = torch.stack(best) >= 0  # [DEPTHS, B, n]
-            right = torch.stack(guesses) == torch.stack(best)
-            hits += (right & counts).sum((1, 2)).numpy()
-            rows += counts.sum((1, 2)).numpy()
-            whole = counts[CHAIN - 1] & torch.tensor([dialogue.is_greedy for dialogue in together])[:, None]
+            best = torch.stack([pad(batch.best_ids[:, k:], (0, min(k, n)), value=-1) for k in range(1, DEPTHS + 1)])
+            right, counts = guesses == best, best >= 0
+            hits += (right & counts).sum((1, 2)).cpu().numpy()
+            rows += counts.sum((1, 2)).cpu().numpy()
+            kinds = torch.stack([pad(batch.kinds[:, k:], (0, min(k, n))) for k in range(2, CHAIN + 2)])
+            whole = (kinds == Kind.GREEDY).all(0)
             num_kept += int((right[:CHAIN].int().cumprod(0).sum(0) * whole).sum())
             num_chains += int(whole.sum())
         return (hits / np.maximum(rows, 1)).tolist(), num_kept / max(num_chains, 1)
@@ -124,13 +122,12 @@ class Objective:
         return torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
 
     def _chains(self, head: Head, batch: Batch, num_steps: int) -> list[Tensor]:
-        embedded = embedding(batch.token_ids.to(self._device), self._table)
-        return head.chains(embedded, batch.features.to(self._device, embedded.dtype), num_steps)
+        embedded = embedding(batch.token_ids, self._table)
+        return head.chains(embedded, batch.features.to(embedded.dtype), num_steps)
 
     @torch.no_grad()
-    def _wanted(self, hidden: Tensor) -> Tensor:
-        """Returns the target's probabilities over the head's ids, [R, num_ids], from hidden [R, hidden_size]."""
-        normed = rms_norm(hidden.float(), self._norm.shape, self._norm, self._eps)
+    def _wanted(self, normed: Tensor) -> Tensor:
+        """Returns the target's probabilities over the head's ids, [R, num_ids], from its states [R, hidden_size]."""
         return linear(normed.to(self._dtype), self._rows).float().softmax(-1)
 
 
@@ -149,20 +146,16 @@ def _columns(wanted: Tensor, num_columns: int, seed: int) -> tuple[Tensor, Tenso
 
 
 class Trainer:
-    """One head and its optimizers, new or from the last checkpoint. The process of rank 0 leads: it writes checkpoints
-    and checks held-out dialogues."""
+    """One head and its optimizers, new or from the last checkpoint."""
 
-    def __init__(
-        self, target: TargetParts, options: HeadOptions, report: Callable[[str], None] = print, rank: int = 0
-    ) -> None:
+    def __init__(self, target: Target, options: HeadOptions, report: Callable[[str], None] = print) -> None:
         """Loads the last checkpoint, or begins. report: called with each line for the user."""
-        self._target, self._options, self._report, self._rank = target, options, report, rank
+        self._target, self._options, self._report = target, options, report
         self._path = options.folder / STATE_FILE
         self._corpus = Corpus(options.dialogues)
         num_shards = len(self._corpus.shards)
         if num_shards <= HELD_OUT_SHARDS:
             raise ConfigError(f"{options.dialogues}: {num_shards} shards; run the stage write first")
-        self._device = torch.device(device_of(options))
         state = load_state(options) if self._path.exists() else None
         self._shape = shape_of(target, options, None if state is None else state["shape"])
         spec = head_spec(target.spec, self._shape["num_kv_heads"], self._shape["intermediate_size"])
@@ -171,8 +164,8 @@ class Trainer:
         else:
             token_ids = state["token_ids"].cpu().numpy()
         dtype = torch.float32 if options.precision == "fp32" else torch.bfloat16
-        self._objective = Objective(target, torch.from_numpy(token_ids), self._device, dtype)
-        self.head = new_head(target, spec, token_ids, options.seed).to(self._device)
+        self._objective = Objective(target, torch.from_numpy(token_ids), dtype)
+        self.head = new_head(target, spec, token_ids, options.seed).to(target.device)
         self.progress = Progress(0, num_shards, options.passes, options.seed)
         parameters = dict(self.head.named_parameters())
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and name != "lm_head.weight"]
@@ -212,7 +205,7 @@ class Trainer:
     def run(
         self, on_step: Callable[[int], object] = lambda done: None, on_check: Callable[[], object] = lambda: None
     ) -> None:
-        """Trains to the end of the plan. The leader then checks all held-out dialogues and saves the head.
+        """Trains to the end of the plan, then checks all held-out dialogues and saves the head.
 
         on_step: called with the steps done; on_check: after each checkpoint.
         """
@@ -221,19 +214,17 @@ class Trainer:
         recent: list[float] = []
         while progress.step < len(batches):
             found = [self._corpus.shards[shard][dialogue] for shard, dialogue in batches[progress.step]]
-            batch = Batch.of(found, has_questions=True)
+            batch = Batch.of(found, self._target, learned=Kind.QUESTION)
             recent.append(self._learn(batch, len(batches)))
             progress.step += 1
-            progress.num_rows += int((batch.best_ids >= 0).sum()) * options.processes
+            progress.num_rows += int((batch.best_ids >= 0).sum())
             is_last = progress.step == len(batches)
-            if options.processes > 1 and (is_last or progress.step % STEPS_APART == 0):
-                self._average()
             if is_last or progress.step % options.report_every == 0:
                 progress.losses.append((progress.num_rows, float(np.mean(recent))))
                 self._report(f"step {progress.step}/{len(batches)}, loss {np.mean(recent):.4f}")
                 recent = []
             on_step(progress.step)
-            if self._rank == 0 and (is_last or progress.step % options.check_every == 0):
+            if is_last or progress.step % options.check_every == 0:
                 self._check(None if is_last else NUM_CHECKED)
                 self.save()
                 on_check()
@@ -252,22 +243,11 @@ class Trainer:
         partial.replace(self._path)
 
     def _batches(self) -> list[list[tuple[int, int]]]:
-        """Returns this process's batches; all have equally many, and a remainder is dropped."""
-        run, size = self.progress, self._options.processes
-        every = [
-            batch
-            for i in range(run.passes)
-            for batch in self._corpus.plan(
-                run.first_shard, run.num_shards, self._options.tokens_per_step, run.seed * 1000 + i
-            )
-        ]
-        return every[self._rank : len(every) // size * size : size]
-
-    @torch.no_grad()
-    def _average(self) -> None:
-        for parameter in self.head.parameters():
-            dist.all_reduce(parameter)
-            parameter.div_(self._options.processes)
+        run, size = self.progress, self._options.tokens_per_step
+        plans = (
+            self._corpus.plan(run.first_shard, run.num_shards, size, run.seed * 1000 + i) for i in range(run.passes)
+        )
+        return [batch for plan in plans for batch in plan]
 
     def _learn(self, batch: Batch, num_steps: int) -> float:
         """Runs one step. Returns the loss of the chains' first tokens, in nats per row."""
@@ -300,12 +280,6 @@ class Trainer:
         )
 
 
-def device_of(options: HeadOptions) -> str:
-    if options.device != "auto":
-        return options.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def load_state(options: HeadOptions) -> dict[str, Any]:
     """Returns the last checkpoint. Raises ConfigError if there is none, or an older format."""
     path = options.folder / STATE_FILE
@@ -317,7 +291,7 @@ def load_state(options: HeadOptions) -> dict[str, Any]:
     return state
 
 
-def shape_of(target: TargetParts, options: HeadOptions, begun: dict[str, int] | None) -> dict[str, int]:
+def shape_of(target: Target, options: HeadOptions, begun: dict[str, int] | None) -> dict[str, int]:
     """Returns num_ids, num_kv_heads and intermediate_size from the checkpoint or, for a new head, the options.
 
     Raises ConfigError if an option contradicts the checkpoint, or is impossible.

@@ -1,226 +1,244 @@
-"""Writes the target's own training data: a question, then its answer, many conversations side by side.
+"""Writes the target's own training data: questions and answers, many conversations side by side, on a CPU or a GPU.
 
-Rows go through the engine's runner, in slots with their own blocks; no requests come or go, so nothing is scheduled.
-Each row's features stay in the runner's pool until the conversation is complete.
+Each slot holds one conversation after the other. All slots advance by one token a step, in a few operations over all of
+them, so that a GPU replays a step as one graph.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import math
 from collections.abc import Callable
-from contextlib import closing
-from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.cpu.kv_pool import KvPool
-from faser_backend.cpu.runner import LlvmRunner
-from faser_backend.device.partition import CorePartition
-from faser_backend.lab.train_head.data import Corpus, Dialogue, shard_paths, write_shard
+from faser_backend.engines.pairs import open_pair
+from faser_backend.engines.tokenizer_files import write_tokenizer
+from faser_backend.lab.train_head.data import Corpus, Dialogue, Kind, shard_paths, write_shard
 from faser_backend.lab.train_head.options import HeadOptions
-from faser_backend.manifest import EngineManifest
+from faser_backend.lab.train_head.target import Target
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 
-OPENINGS = Path(__file__).with_name("openings.txt")  # beginnings of questions
-OPENING_SHARE = 0.8  # of the conversations that begin with one
-GREEDY_SHARE = 0.5  # of the answers
-MARK = "QUESTION-GOES-HERE"
-RAREST = 1e-5  # a token this much less likely than the best one is never drawn
-QUESTION_TEMPERATURE, QUESTION_TOP_P, ANSWER_TEMPERATURE = 1.0, 0.95, 0.8
+OPENINGS = Path(__file__).with_name("openings.txt")  # beginnings of questions; those with {} surround an earlier answer
+NUM_BEGINNINGS = 1024  # drawn again each round
+PLAIN_SHARE, PASSAGE_SHARE = 0.12, 0.48  # of conversations without an opening, and of those about an earlier answer
+GREEDY_SHARE, AGAIN_SHARE = 0.5, 0.5  # of the answers; of the first answers that a second question follows
+PASSAGE, NUM_PASSAGES = range(24, 200), 100_000
+MARKS = ("FIRST-QUESTION-GOES-HERE", "ANSWER-GOES-HERE", "SECOND-QUESTION-GOES-HERE")
+RAREST = 1e-5  # an answer's token this much less likely than the best one is never drawn
+RAREST_IN_QUESTION = 0.02
+ANSWER_TEMPERATURE = 0.8  # a question's is 1
+STEP_OF_LENGTH = 128  # cached positions that a step attends to are a multiple
 
 
-@dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """The token ids that a chat template puts around a question."""
+    """The token ids that a chat template puts around questions and answers, and the openings of questions."""
 
-    before: list[int]
-    after: list[int]  # up to the start of the answer
-    end_ids: frozenset[int]
+    def __init__(self, target: Path) -> None:
+        """Raises RequestError if there is no chat template, ConfigError if it hides the question."""
+        pair = open_pair(target, None, None, lambda name: None)
+        self.end_ids = list(pair.end_ids)
+        with TemporaryDirectory(prefix="faser-tokenizer-") as folder:
+            file, *_ = write_tokenizer(pair.tokenizer, pair.prompts, pair.end_ids, 1, Path(folder))
+            prompts = PromptFormat(pair.prompts.chat_template, pair.prompts.special_tokens)
+            tokenizer = TextTokenizer.from_file(file, prompts)
+        try:
+            roles = ("user", "assistant", "user")
+            messages = [{"role": role, "content": mark} for role, mark in zip(roles, MARKS, strict=True)]
+            before, mark, after = tokenizer.encode_chat("chat template", messages[:1])[0].partition(MARKS[0])
+            if not (mark and before and after):
+                raise ConfigError("the chat template adds no tokens around a question, so the target cannot write one")
+            second = tokenizer.encode_chat("chat template", messages)[0].partition(MARKS[1])[2].partition(MARKS[2])[0]
+            self.before, self.after, between = map(tokenizer.encode, (before, after, second))
+            # The answer's end is the target's own; a template without a second question gets none.
+            self.between = between[1:] if between and between[0] in self.end_ids else []
+            lines = [line.replace(r"\n", "\n") for line in OPENINGS.read_text().splitlines() if line]
+            self.openings = [tokenizer.encode(line) for line in lines if "{}" not in line]
+            self.around = [[tokenizer.encode(part) for part in line.split("{}")] for line in lines if "{}" in line]
+        finally:
+            tokenizer.close()
 
-
-@dataclass(slots=True, eq=False)
-class Conversation:
-    """A conversation in progress; the target runs one of its tokens at a time."""
-
-    frame: ChatFrame
-    options: HeadOptions
-    forced: list[int]  # tokens that come next whatever the logits, in reverse order
-    is_greedy: bool
-    token_ids: list[int] = field(default_factory=list)  # the last one has not run yet
-    answer_start: int = 0  # 0 during the question, and if the question never ends
-    best_ids: list[int] = field(default_factory=list)  # after each token that ran
-
-    def __post_init__(self) -> None:
-        self.token_ids.append(self.forced.pop())
-
-    def advance(self, logits: np.ndarray, rng: np.random.Generator) -> bool:
-        """Appends a forced token, or one drawn from logits [vocab_size]. Returns whether it was the last."""
-        self.best_ids.append(int(logits.argmax()))
-        if not self.forced and self._take(self._drawn(logits, rng)):
-            return True
-        if self.forced:
-            self.token_ids.append(self.forced.pop())
-        return False
-
-    def _drawn(self, logits: np.ndarray, rng: np.random.Generator) -> int:
-        """Draws a question's token at temperature 1 from the best 95 %."""
-        if not self.answer_start:
-            return draw(logits, QUESTION_TEMPERATURE, QUESTION_TOP_P, rng)
-        return int(logits.argmax()) if self.is_greedy else draw(logits, ANSWER_TEMPERATURE, 1.0, rng)
-
-    def _take(self, token: int) -> bool:
-        """Appends a drawn token. It may end the question or, if it returns True, the conversation."""
-        frame = self.frame
-        is_end = token in frame.end_ids or token == frame.after[0]
-        if self.answer_start:
-            self.token_ids.append(token)
-            return is_end or len(self.token_ids) - self.answer_start >= self.options.max_answer
-        num_written = len(self.token_ids) - len(frame.before)
-        if is_end and num_written:
-            self.forced = list(reversed(frame.after))
-            self.answer_start = len(self.token_ids) + len(frame.after)
-            return False
-        if is_end or num_written + 1 >= self.options.max_question:
-            return True
-        self.token_ids.append(token)
-        return False
-
-
-class RunnerOfStates(LlvmRunner):
-    """A runner that returns the last layer's output with the logits."""
-
-    def run_whole(self, rows: RowBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Returns logits [R, vocab_size] and hidden states [R, hidden_size]; the next call overwrites them."""
-        results = self._run(0, rows, None, None)
-        return results.logits, results.hidden[: rows.logit_rows.size]
+    def beginnings(self, passages: list[list[int]], rng: np.random.Generator) -> list[list[int]]:
+        """Draws the forced beginnings of conversations. passages: earlier answers."""
+        found: list[list[int]] = []
+        for kind in rng.random(NUM_BEGINNINGS):
+            opening: list[int] = []
+            if kind < PASSAGE_SHARE and passages:
+                first, last = self.around[rng.integers(len(self.around))]
+                opening = first + passages[rng.integers(len(passages))] + last
+            elif kind < 1 - PLAIN_SHARE:
+                opening = self.openings[rng.integers(len(self.openings))]
+            found.append(self.before + opening)
+        return found
 
 
 class Writer:
-    """Writes conversations in `num_slots` slots of an engine, one token of each per step."""
+    """Writes conversations in num_slots slots of a target, a round of options.round_tokens tokens each at a time.
 
-    def __init__(self, engine_dir: Path, feature_layers: tuple[int, ...], options: HeadOptions, run: int) -> None:
-        """Opens an engine of runtime llvm with an unsegmented target. run: the number of this run; its draws depend on
-        it.
+    All state is in tensors [num_slots] on the target's device, which steps change in place.
+    """
 
-        Raises RequestError if the target has no chat template, ConfigError if a template hides the question.
-        """
-        manifest = EngineManifest.load(engine_dir)
-        self._options, self._rng = options, np.random.default_rng((options.seed, run))
-        tokenizer = TextTokenizer.from_file(
-            engine_dir / manifest.tokenizer.name, PromptFormat.load(engine_dir, manifest)
-        )
-        try:
-            self._frame = read_frame(manifest, tokenizer)
-            texts = [line.replace(r"\n", "\n") for line in OPENINGS.read_text().splitlines()]
-            self._openings = [tokenizer.encode(text) for text in texts if text]
-        finally:
-            tokenizer.close()
-        spec = replace(manifest.target.spec, feature_layers=feature_layers)
-        num_slots, block_size = options.num_slots, manifest.kv_block_size
-        longest = len(self._frame.before) + options.max_question + len(self._frame.after) + options.max_answer
-        per_slot = -(-longest // block_size)
-        self._tables = np.arange(num_slots * per_slot).reshape(num_slots, per_slot)
-        self._pool = KvPool(spec, self._tables.size, block_size, dtype=manifest.kv_cache_dtype)
-        self._runner = RunnerOfStates(
-            replace(manifest.target, spec=spec),
-            engine_dir,
-            CorePartition("cores", tuple(sorted(os.sched_getaffinity(0)))),
-            self._pool,
-            num_threads=options.threads,
-        )
-        self._hidden = np.zeros((num_slots, per_slot * block_size, spec.hidden_size), np.float16)
-        self._slots = [self._open() for _ in range(num_slots)]
-
-    def step(self) -> list[Dialogue]:
-        """Runs one token of each conversation. Returns the complete ones."""
-        every = np.arange(len(self._slots))
-        positions = np.array([len(slot.token_ids) - 1 for slot in self._slots])
-        rows = RowBatch(
-            token_ids=np.array([slot.token_ids[-1] for slot in self._slots], np.int64),
-            cu_rows=np.arange(len(self._slots) + 1),
-            context_lens=positions,
-            block_tables=self._tables,
-            logit_rows=every,
-        )
-        logits, hidden = self._runner.run_whole(rows)
-        self._hidden[every, positions] = hidden
-        done: list[Dialogue] = []
-        for i, slot in enumerate(self._slots):
-            if slot.advance(logits[i], self._rng):
-                if slot.answer_start:
-                    done.append(self._whole(i))
-                self._slots[i] = self._open()  # reuses the blocks of the conversation before
-        return done
-
-    def close(self) -> None:
-        self._runner.close()
-
-    def _open(self) -> Conversation:
-        forced = list(self._frame.before)
-        if self._openings and self._rng.random() < OPENING_SHARE:
-            forced += self._openings[self._rng.integers(len(self._openings))]
-        is_greedy = bool(self._rng.random() < GREEDY_SHARE)
-        return Conversation(self._frame, self._options, list(reversed(forced)), is_greedy)
-
-    def _whole(self, index: int) -> Dialogue:
-        """Returns the tokens that ran, without the last one, which was drawn only."""
-        slot, table = self._slots[index], self._tables[index]
-        n = len(slot.best_ids)
-        features = [pool[table].reshape(-1, pool.shape[-1])[:n] for pool in self._pool.features.values()]
-        return Dialogue(
-            token_ids=np.array(slot.token_ids[:n], np.int32),
-            best_ids=np.array(slot.best_ids, np.int32),
-            features=np.concatenate(features, axis=1).astype(np.float16),
-            hidden=self._hidden[index, :n].copy(),
-            question_start=len(self._frame.before),
-            answer_start=slot.answer_start,
-            is_greedy=slot.is_greedy,
+    def __init__(self, target: Target, frame: ChatFrame, options: HeadOptions) -> None:
+        self._target, self._frame, self._options, device = target, frame, options, target.device
+        size, length = options.num_slots, options.round_tokens
+        self._script_width = max(len(frame.after), len(frame.between), len(frame.before) + PASSAGE.stop + 64)
+        # Forced tokens: the beginnings, then what follows a question, then what precedes a second one; -1: none
+        self._scripts = torch.full((NUM_BEGINNINGS + 2, self._script_width), -1, device=device)
+        self._is_end = torch.zeros(target.spec.vocab_size, dtype=torch.bool, device=device)
+        self._is_end[[*frame.end_ids, frame.after[0]]] = True
+        shape = (size, target.spec.num_kv_heads, length, target.spec.head_dim)
+        self._keys, self._values = (
+            [torch.zeros(shape, dtype=target.dtype, device=device) for _ in range(target.spec.num_layers)]
+            for _ in range(2)
         )
 
+        def numbers(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
 
-def read_frame(manifest: EngineManifest, tokenizer: TextTokenizer) -> ChatFrame:
-    """Reads the chat template's frame. Raises RequestError if there is none, ConfigError if it hides the question."""
-    text, _ = tokenizer.encode_chat("chat template", json.dumps([{"role": "user", "content": MARK}]))
-    before, mark, after = text.partition(MARK)
-    if not (mark and before and after):
-        raise ConfigError("the chat template adds no tokens around a question, so the target cannot write one")
-    return ChatFrame(tokenizer.encode(before), tokenizer.encode(after), frozenset(manifest.end_ids))
+        self._at = numbers()  # the position of the token that runs
+        self._tokens, self._starts, self._kinds = (numbers(size, length + 1) for _ in range(3))
+        self._start = numbers(size)  # of the conversation
+        self._script, self._index = numbers(size), numbers(size)  # of the forced token that comes next
+        self._drawn = numbers(size)  # tokens of the question or answer
+        self._kind = numbers(size)  # of the tokens that are drawn next
+        self._is_second = numbers(size)  # whether the question is the conversation's second
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def round(self, passages: list[list[int]], rng: np.random.Generator) -> list[Dialogue]:
+        """Writes one round. Returns the conversations with an answer; the last of a slot may lack its end."""
+        torch.manual_seed(int(rng.integers(2**31)))
+        self._scripts.fill_(-1)
+        rows = [*self._frame.beginnings(passages, rng), self._frame.after, self._frame.between]
+        for row, tokens in zip(self._scripts, rows, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens[: self._script_width], device=row.device)
+        for state in (self._at, self._start, self._index, self._drawn, self._is_second):
+            state.zero_()
+        self._kind.fill_(Kind.QUESTION)
+        self._script.random_(NUM_BEGINNINGS)
+        self._tokens[:, 0] = self._scripts[self._script, 0]
+        self._starts[:, 0], self._kinds[:, 0] = 0, Kind.FRAME
+        self._index.fill_(1)
+        length = self._options.round_tokens
+        for step in range(length):
+            self._advance(min(length, (step // STEP_OF_LENGTH + 1) * STEP_OF_LENGTH))
+        tokens, starts, kinds = (x[:, :length].cpu().numpy() for x in (self._tokens, self._starts, self._kinds))
+        found: list[Dialogue] = []
+        for slot in range(len(tokens)):
+            cuts = np.flatnonzero(np.diff(starts[slot])) + 1
+            for ids, own in zip(np.split(tokens[slot], cuts), np.split(kinds[slot], cuts), strict=True):
+                if (own >= Kind.ANSWER).any():
+                    found.append(Dialogue(ids.astype(np.int32), own.astype(np.int8)))
+        return found
+
+    def _advance(self, length: int) -> None:
+        if self._target.device.type == "cpu":
+            self._step(length)
+            return
+        if length not in self._graphs:
+            states = [x for x in vars(self).values() if isinstance(x, Tensor)]
+            kept = [x.clone() for x in states]
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._step(length)  # libraries set themselves up outside of the capture
+            torch.cuda.current_stream().wait_stream(stream)
+            pool = next(iter(self._graphs.values())).pool() if self._graphs else None
+            self._graphs[length] = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graphs[length], pool=pool):
+                self._step(length)
+            for state, old in zip(states, kept, strict=True):
+                state.copy_(old)
+        self._graphs[length].replay()
+
+    @torch.no_grad()
+    def _step(self, length: int) -> None:
+        """Runs one token of each slot over `length` cached positions, and decides on the next."""
+        at, frame, options = self._at, self._frame, self._options
+        logits = self._logits(length)
+        best, is_answer = logits.argmax(-1), self._kind >= Kind.ANSWER
+        drawn = torch.where(self._kind == Kind.GREEDY, best, draw(logits, is_answer))
+        forced = self._scripts[self._script, self._index.clamp(max=self._script_width - 1)]
+        forced = torch.where(self._index < self._script_width, forced, -1)
+        is_forced = forced >= 0
+        counts = torch.where(is_forced, 0, self._drawn + 1)
+        is_said = self._is_end[drawn]
+        limit = torch.where(is_answer, options.max_answer, options.max_question)
+        ends = ~is_forced & (is_said | (counts >= limit))
+        token = torch.where(is_forced, forced, torch.where(ends & ~is_said, frame.end_ids[0], drawn))
+        token = torch.where(ends & ~is_answer, frame.after[0], token)
+        is_new = is_forced & (self._script < NUM_BEGINNINGS) & (self._index == 0)
+        self._start.copy_(torch.where(is_new, at + 1, self._start))
+        in_frame = (self._script < NUM_BEGINNINGS) & (self._index < len(frame.before))
+        kind = torch.where(is_forced, torch.where(in_frame, Kind.FRAME, Kind.QUESTION), self._kind)
+        place = (at + 1).view(1)
+        for table, value in ((self._tokens, token), (self._starts, self._start), (self._kinds, kind)):
+            table.index_copy_(1, place, value[:, None])
+
+        chance = torch.rand(3, len(token), device=token.device)
+        asks_again = is_said & (self._is_second == 0) & (chance[0] < AGAIN_SHARE) & bool(frame.between)
+        beginning = (chance[1] * NUM_BEGINNINGS).long()
+        follows = torch.where(asks_again, NUM_BEGINNINGS + 1, beginning)
+        self._script.copy_(torch.where(ends, torch.where(is_answer, follows, NUM_BEGINNINGS), self._script))
+        self._index.copy_(torch.where(ends, (~is_answer).long(), self._index + 1))  # a question's end was after[0]
+        answers = torch.where(chance[2] < GREEDY_SHARE, Kind.GREEDY, Kind.ANSWER)
+        self._kind.copy_(torch.where(ends, torch.where(is_answer, Kind.QUESTION, answers), self._kind))
+        self._is_second.copy_(torch.where(ends & is_answer, asks_again.long(), self._is_second))
+        self._drawn.copy_(torch.where(ends, 0, counts))
+        at.add_(1)
+
+    def _logits(self, length: int) -> Tensor:
+        spec, at, place = self._target.spec, self._at, self._at.view(1)
+        heads = (spec.num_kv_heads, spec.num_heads // spec.num_kv_heads, spec.head_dim)
+        every = torch.arange(length, device=at.device)
+        is_seen = (every >= self._start[:, None]) & (every <= at)
+        bias = torch.zeros(is_seen.shape, dtype=self._target.dtype, device=at.device).masked_fill_(~is_seen, -math.inf)
+        bias = bias[:, None, None].expand(-1, heads[0], heads[1], -1)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self._keys[layer], self._values[layer]
+            keys.index_copy_(2, place, k)
+            values.index_copy_(2, place, v)
+            together = q.reshape(-1, *heads)  # the heads that share a key as rows
+            mixed = scaled_dot_product_attention(together, keys[:, :, :length], values[:, :, :length], attn_mask=bias)
+            return mixed.reshape(q.shape)
+
+        return self._target.step(self._tokens.index_select(1, place)[:, 0], at - self._start, attend).float()
 
 
-def draw(logits: np.ndarray, temperature: float, top_p: float, rng: np.random.Generator) -> int:
-    """Draws an index of logits [K] from the smallest set of best ones that holds top_p of the probability."""
-    best = logits.max()
-    ids = np.flatnonzero(logits >= best + temperature * np.log(RAREST))  # sorting all of V would cost more than the row
-    weights = np.exp((logits[ids] - best).astype(np.float64) / temperature)
-    order = np.argsort(-weights)
-    shares = np.cumsum(weights[order]) / weights.sum()
-    shares = shares[: int(np.searchsorted(shares, top_p)) + 1]
-    return int(ids[order[min(np.searchsorted(shares, rng.random() * shares[-1], side="right"), shares.size - 1)]])
+def draw(logits: Tensor, is_answer: Tensor) -> Tensor:
+    """Draws tokens from logits [B, K] by the Gumbel trick, none of them rare. is_answer [B]: as in an answer."""
+    scaled = logits - logits.amax(-1, keepdim=True)
+    scaled = torch.where(is_answer[:, None], scaled / ANSWER_TEMPERATURE, scaled)
+    rarest = torch.where(is_answer, math.log(RAREST), math.log(RAREST_IN_QUESTION))
+    scaled.masked_fill_(scaled < rarest[:, None], -math.inf)
+    return (scaled - torch.empty_like(scaled).exponential_().log_()).argmax(-1)
 
 
-def write_dialogues(
-    options: HeadOptions, engine_dir: Path, feature_layers: tuple[int, ...], on_tokens: Callable[[int], None]
-) -> None:
-    """Adds shards until there are num_tokens. on_tokens: called with the total after each shard.
+def write_dialogues(options: HeadOptions, target: Target, on_tokens: Callable[[int], None]) -> None:
+    """Adds shards until there are options.tokens. on_tokens: called with the total after each round.
 
-    An interrupted run loses its unfinished shard.
+    An interrupted run loses its unfinished round.
     """
     directory = options.dialogues
     directory.mkdir(parents=True, exist_ok=True)
     total, next_index = Corpus(directory).num_tokens, len(shard_paths(directory))
     if total >= options.tokens:
         return
-    done: list[Dialogue] = []
-    with closing(Writer(engine_dir, feature_layers, options, next_index)) as writer:
-        while total < options.tokens:
-            done += writer.step()
-            if len(done) >= options.dialogues_per_shard:
-                write_shard(directory, next_index, done)
-                total += sum(dialogue.num_tokens for dialogue in done)
-                next_index, done = next_index + 1, []
-                on_tokens(total)
+    writer, rng = Writer(target, ChatFrame(options.target), options), np.random.default_rng((options.seed, next_index))
+    passages: list[list[int]] = []
+    while total < options.tokens:
+        made = writer.round(passages, rng)
+        texts = [dialogue.token_ids[dialogue.kinds >= Kind.ANSWER] for dialogue in made]
+        passages += [ids[: PASSAGE.stop].tolist() for ids in texts if ids.size >= PASSAGE.start]
+        del passages[:-NUM_PASSAGES]
+        for first in range(0, len(made), options.dialogues_per_shard):
+            write_shard(directory, next_index, made[first : first + options.dialogues_per_shard])
+            next_index += 1
+        total += sum(dialogue.num_tokens for dialogue in made)
+        on_tokens(total)
