@@ -249,8 +249,7 @@ class TimeErrors:
     """Running estimates of measured over predicted time, by model, partition and power of two of rows."""
 
     def __init__(self, optimism: float = 0.0) -> None:
-        """optimism: subtracted from the log time of target calls at unseen sizes, so that they are tried if costs are
-        guesses."""
+        """optimism: subtracted from the log time of target calls at unseen sizes, so that they are tried."""
         self._optimism = optimism
         # [3, n] by bucket: error of the log, its weight in steps, and how near a measured bucket is.
         self.known: dict[Calls, np.ndarray] = {}
@@ -264,8 +263,7 @@ class TimeErrors:
         return np.exp(np.interp(log2_rows, _BUCKETS, errors))
 
     def observe(self, model: str, partition: str, num_rows: float, predicted_us: float, measured_us: float) -> None:
-        """Learns from one step's calls of a model: a mean of the log error for its bucket, and for others by their
-        nearness."""
+        """Learns a mean of the log error from one step's calls: for their bucket, and for others by nearness."""
         if predicted_us <= 0.0:
             return
         bucket = min(round(math.log2(max(num_rows, 1.0))), _NUM_BUCKETS - 1)
@@ -294,9 +292,8 @@ class TimeErrors:
         mean = sum(float(error @ weight) for error, weight, _ in self.known.values()) / (total or 1.0)
         return np.full(_NUM_BUCKETS, mean)
 
-    def observe_step(self, record: StepRecord, known: BatchTimesCache, *, knows_who: bool) -> None:
-        """Compares the times of a step's phases with their predictions. knows_who: the draft is known to have made the
-        chains."""
+    def observe_step(self, record: StepRecord, known: BatchTimesCache, *, learns_draft: bool) -> None:
+        """Compares the times of a step's phases with their predictions; that of drafting if learns_draft."""
         plan, size = record.plan, record.num_tokens.size
         partition = plan.decision.partition
         context = known.costs.batch_context(record.num_tokens.tolist())
@@ -311,7 +308,7 @@ class TimeErrors:
         read_rows, read_us = _reading_of(record, known.costs)
         measured_us = record.step_us - record.draft_prefill_us - record.propose_us + record.overlap_us
         self.observe(TARGET, partition, num_rows + read_rows, verify_us + read_us, measured_us)
-        if knows_who and lengths.any() and record.propose_us:
+        if learns_draft and lengths.any() and record.propose_us:
             draft_us = drafting.chains_us(lengths, is_trimmed=plan.decision.trim is not None)
             self.observe(DRAFT, partition, int(np.count_nonzero(lengths)), draft_us, record.propose_us)
 

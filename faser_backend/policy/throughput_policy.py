@@ -71,7 +71,7 @@ class ThroughputPolicy:
         self._num_decided = 0  # since the last weighing
         self._is_waiting = False  # for requests whose drafts have less to catch up with
         self._explorer = candidates.Explorer()
-        self._was_drafting = self._has_decoded_plainly = False
+        self._was_drafting = self._has_decoded_plainly = self._has_read = False
         self._interval, self._learn_every = MIN_INTERVAL, 1
         self._num_observed = self._num_alike = 0  # steps; since drafting began or ended
         self._decision: Decision | None = None  # repeated while the sequences stay the same
@@ -223,6 +223,7 @@ class ThroughputPolicy:
         every = self._learn_every if self._explorer.current is None else EXPLORED_LEARN_EVERY
         if self._num_observed % every == 0:
             self._learn(record, has_drafted=has_drafted)
+        self._has_read = record.draft_prefill_us > 0.0
 
     def _learn(self, record: StepRecord, *, has_drafted: bool) -> None:
         """Learns chances, times and the yield of chains from a step."""
@@ -236,7 +237,9 @@ class ThroughputPolicy:
         if (self._num_alike < candidates.COLD_STEPS and not is_first) or record.has_clients:
             return
         knows_who = not record.plan.drafts or not self._acceptance.has_look_ups
-        self._errors.observe_step(record, self._predicted, knows_who=knows_who)
+        # On a GPU the draft reads prompts of this step and of the one before while the host waits for its tokens.
+        is_reading = self.costs.drafts_at_once and (self._has_read or record.draft_prefill_us > 0.0)
+        self._errors.observe_step(record, self._predicted, learns_draft=knows_who and not is_reading)
         if is_first:  # predictions were guesses until now
             self._num_decided = MAX_INTERVAL
         score = self.chosen

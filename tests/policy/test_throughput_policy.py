@@ -237,7 +237,7 @@ def test_predictions_adapt_though_every_step_reads_a_prompt(is_mixed: bool, slow
     plan = replace(record.plan, prefills=[PrefillChunk(prompt, 100, 150)])
     record = replace(record, plan=plan, num_mixed_rows=150 if is_mixed else 0)
     for _ in range(20):
-        errors.observe_step(record, known, knows_who=True)
+        errors.observe_step(record, known, learns_draft=True)
     times = known.of(4, 32, WHOLE)
     assert times.corrected(errors).verify_us / times.verify_us == pytest.approx(slowness, rel=0.05)
 
@@ -250,5 +250,24 @@ def test_drafting_beside_a_verification_is_compared_with_what_was_drafted():
     plan = replace(record.plan, drafts=both, num_ahead_tokens=[8] * 2)
     chains = Frontier(np.zeros((2, 3), np.int64), np.array([3, 1]), np.array([4, 2]))
     us = known.of(2, 32, WHOLE).chains_us(chains.num_drafted)
-    errors.observe_step(replace(record, plan=plan, ahead=InFlight(both, chains), propose_us=us), known, knows_who=True)
+    errors.observe_step(
+        replace(record, plan=plan, ahead=InFlight(both, chains), propose_us=us), known, learns_draft=True
+    )
     assert errors.ratios(DRAFT, WHOLE, np.zeros(1)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("at_once", "num_learned"), [(False, 4), (True, 2)])
+def test_a_gpu_that_reads_prompts_does_not_seem_to_draft_slowly(
+    at_once: bool, num_learned: int, monkeypatch: pytest.MonkeyPatch
+):
+    """It reads on while the host waits for draft tokens, in the next step too."""
+    learned: list[str] = []
+    monkeypatch.setattr(TimeErrors, "observe", lambda _, model, *times: learned.append(model))
+    model = replace(costs(200.0, 1000.0, 10.0), drafts_at_once=at_once)
+    policy, record = (
+        ThroughputPolicy(Knowledge(model), with_modes=False),
+        step_record(sequences(2), [2] * 2, [1] * 2, us=2e3),
+    )
+    for read_us in (0.0, 0.0, 0.0, 50.0, 0.0, 0.0):  # the first two find cold caches
+        policy.observe(replace(record, draft_prefill_us=read_us))
+    assert learned.count(DRAFT) == num_learned and learned.count(TARGET) == 4
