@@ -37,6 +37,7 @@ DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "dra
 EXIT_PHASES = ("target_rows", "exit")
 PROMPT_TOKENS, EXIT_CONTEXT_TOKENS = 8, 64
 LANE_REPEATS = 200
+QUICK = 0.25  # quantile of the times of a kind of step
 WALL = "wall"
 _LEAST_US = 0.1  # of a difference that noise hides
 
@@ -44,8 +45,8 @@ _LEAST_US = 0.1  # of a difference that noise hides
 class StepMeter:
     """Times steps of the real engine in one thread, sampling at temperature 1.
 
-    Plain steps are collected in several visits during a profile: a shared machine can be slow for seconds, and medians
-    over all visits leave a slow one out.
+    Plain steps are collected in several visits during a profile: a shared machine can be slow for seconds, which the
+    quick steps of all visits leave out. With medians, other work made the first draft call of a round seem 7 ms slow.
     """
 
     def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, effort: Effort, seed: int) -> None:
@@ -68,7 +69,7 @@ class StepMeter:
     def overhead(self, calls: CostModel) -> OverheadCost:
         """Fits the visits' times. calls: predicts the time of draft calls."""
         found = [
-            (size, length, *np.median(np.array(times), axis=0), length * self._draft_call_us(calls, size))
+            (size, length, *np.quantile(times, QUICK, axis=0), length * self._draft_call_us(calls, size))
             for (length, size), times in self._times.items()
             if times  # a short context may not hold one
         ]
