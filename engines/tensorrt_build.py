@@ -95,8 +95,8 @@ class TensorRtCompiler:
         return self._compiled("draft", head.spec, segments, directory)
 
     def _form(self, spec: ModelSpec) -> dict[str, Any]:
-        size, limits = self._kv_block_size, self._options.limits
-        geometry = plugin_geometry(spec, size, limits) if self.tensorrt.has_plugins else None
+        size = self._kv_block_size
+        geometry = plugin_geometry(spec, size) if self.tensorrt.has_plugins else None
         return {"kv_block_size": size, "runtime": self._runtime, "dtype": self._dtype, "geometry": geometry}
 
     def _compiled(

@@ -11,7 +11,6 @@ import re
 from typing import Any
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.engines.tensorrt_buckets import CallLimits, call_buckets
 from faser_backend.plugins.tensorrt_contract import ATTEND_OP, NAMESPACE, Geometry
 from faser_backend.plugins.tensorrt_import import TensorRtError
 
@@ -24,15 +23,14 @@ MOST_NAMED = 3
 TILE_ROWS = 8
 
 
-def plugin_geometry(spec: ModelSpec, kv_block_size: int, limits: CallLimits) -> Geometry:
-    """Returns the plugins' attributes for this machine's GPU, on which all rows of a call may be one sequence's."""
+def plugin_geometry(spec: ModelSpec, kv_block_size: int) -> Geometry:
+    """Returns the plugins' attributes for this machine's GPU."""
     num_sms, capability = _device()
     return Geometry(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         kv_block_size=kv_block_size,
-        max_rows=max(bucket.ranges["T"][2] for bucket in call_buckets(spec, kv_block_size, limits)),
         tile_rows=TILE_ROWS,
         num_sms=num_sms,
         capability=capability,

@@ -35,6 +35,7 @@ class LaunchConfig(NamedTuple):
             "BLOCK_N": self.block_n,
             "BLOCK_C": self.block_c,
             "BLOCK_D": padded_head_dim(head_dim),
+            "MOST_PARTS": MAX_SPLITS,
         }
 
 

@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""The steps of the attention kernel: online softmax over the context, then over the chunk, and the writes.
+"""The steps of the attention kernel: its items, online softmax over the context, then over the chunk, and the writes.
 
 Device functions that pruned_chunk_attention_kernel inlines. In all of them, dims [1, BLOCK_D] are the
 head's dimensions, padded. row_max, row_sum [BLOCK_M] and mixed [BLOCK_M, BLOCK_D] are the running softmax.
@@ -12,6 +12,40 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def divide(context, num_splits, min_part_tokens, BLOCK_N: tl.constexpr):
+    """Returns the tokens of each part of a context but the last, at least min_part_tokens, and the number of parts."""
+    part_len = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits) * BLOCK_N
+    part_len = tl.maximum(part_len, tl.maximum(min_part_tokens, BLOCK_N))
+    return part_len, tl.maximum(tl.cdiv(context, part_len), 1)
+
+
+@triton.jit
+def find_item(
+    item, cu_rows, context_lens, num_sequences, num_rows, max_context, num_splits, min_part_tokens,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
+    """Finds a KV head's item number `item`; returns its sequence, its number there, and the number of all items.
+
+    An item is a row tile of a sequence and a part with tokens of its context, or the only part of an empty one.
+    A sequence whose lengths exceed the call has none, because TensorRT times a layer on arbitrary contents.
+    """
+    sequence, before, total = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, num_sequences, BLOCK_B):
+        index = start + tl.arange(0, BLOCK_B)
+        first = tl.load(cu_rows + index, mask=index < num_sequences, other=0)
+        last = tl.load(cu_rows + index + 1, mask=index < num_sequences, other=0)
+        context = tl.load(context_lens + index, mask=index < num_sequences, other=0)
+        is_within = (first >= 0) & (first <= last) & (last <= num_rows) & (context >= 0) & (context <= max_context)
+        _, num_parts = divide(context, num_splits, min_part_tokens, BLOCK_N)
+        count = tl.where(is_within, tl.cdiv(last - first, ROWS) * num_parts, 0)
+        is_before = total + tl.cumsum(count, 0) <= item
+        sequence += tl.sum(is_before.to(tl.int32), 0)
+        before += tl.sum(tl.where(is_before, count, 0), 0)
+        total += tl.sum(count, 0)
+    return sequence, item - before, total
 
 
 @triton.jit

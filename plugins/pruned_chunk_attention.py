@@ -1,12 +1,11 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Attention of packed rows over a paged KV pool: decode steps, verified chunks and prompt chunks.
 
-One program attends for up to BLOCK_M (row, query head) pairs of one sequence that share a KV head: first
-to the sequence's context in the pool, then to the rows of its own chunk, which it also writes to the pool.
-Pruned rows are absent and cost nothing. A launch fixes the largest number of rows and sequences. Programs read the
-lengths of sequences, their rows and the number of parts of a context on the device. `reference` has the same
-computation in plain torch, `attention_config` the sizes of tiles.
+An item of work is a KV head's attention for up to BLOCK_M (row, query head) pairs of one sequence, to a part of its
+context in the pool, and with the last part to the rows of its own chunk, which it also writes to the pool. Programs
+find items by lengths on the device. `reference` has the same computation, `attention_config` the sizes of tiles.
 """
+# pyright: reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -15,99 +14,14 @@ import triton
 import triton.language as tl
 
 from faser_backend.plugins import reference
-from faser_backend.plugins.attention_config import launch_config, num_tiles
-from faser_backend.plugins.attention_tiles import attend_chunk, attend_context, write_rows
-from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
-from faser_backend.plugins.split_combine import combine_splits, empty_parts
-
-
-@triton.jit
-def find_sequence(cu_rows, num_sequences, tile, ROWS: tl.constexpr):
-    """Finds the sequence that owns tile number `tile`, by binary search.
-
-    Sequence b owns the tiles from cu_rows[b] // ROWS + b on: as many as it needs, or one more.
-    """
-    low = tl.full((), 0, tl.int32)
-    high = low + num_sequences
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_before = tl.load(cu_rows + middle) // ROWS + middle <= tile
-        low = tl.where(is_before, middle, low)
-        high = tl.where(is_before, high, middle)
-    return low
-
-
-@triton.jit
-def attend_tile(
-    sequence, tile_start, kv_head, part,
-    q, k_new, v_new, k_pool, v_pool, table, cu_rows, context_lens, slot_mapping,
-    q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
-    out, mixed_parts, stat_parts,
-    HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-):  # fmt: skip
-    """Attends to one part of the context for the rows of `sequence` from tile_start on; table: its blocks.
-
-    Parts have equal lengths of at least min_part_tokens. In a short context only the first parts have tokens, and the
-    others write only a maximum of -inf. The last part with tokens also attends to the chunk.
-    """
-    ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of a program
-    first_row = tl.load(cu_rows + sequence)
-    num_rows = tl.load(cu_rows + sequence + 1) - first_row
-    context = tl.load(context_lens + sequence)
-
-    dims = tl.arange(0, BLOCK_D)[None, :]
-    pair = tl.arange(0, BLOCK_M)
-    row = tile_start + pair // GROUP  # of the chunk
-    is_row = (pair // GROUP < ROWS) & (row < num_rows)
-    is_element = is_row[:, None] & (dims < HEAD_DIM)
-    head = kv_head * GROUP + pair % GROUP
-    query_row = (first_row + row).to(tl.int64)
-    query = tl.load(q + query_row[:, None] * q_stride + head[:, None] * HEAD_DIM + dims, mask=is_element, other=0.0)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
-    part_len = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits) * BLOCK_N
-    part_len = tl.maximum(part_len, tl.maximum(min_part_tokens, BLOCK_N))
-    last_part = tl.maximum(tl.cdiv(context, part_len), 1) - 1
-    part_end = tl.minimum(context, (part + 1) * part_len)
-    pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)
-    k_head, v_head = k_pool + pool_head, v_pool + pool_head
-    row_max, row_sum, mixed = attend_context(
-        query, k_head, v_head, table, num_blocks, part * part_len, part_end, row_max, row_sum, mixed, dims,
-        HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
-    )  # fmt: skip
-    if part == last_part:
-        tile_end = tl.minimum(num_rows, tile_start + ROWS)
-        k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
-        v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
-        row_max, row_sum, mixed = attend_chunk(
-            query, k_rows, v_rows, k_stride, v_stride, row, tile_end, row_max, row_sum, mixed, dims,
-            HEAD_DIM, SCALE_LOG2, BLOCK_C,
-        )  # fmt: skip
-        # A row has one tile and a KV head its own programs, so each position has one writer. No program of
-        # this call reads it: new positions are at or above context_lens, and contexts are read below it.
-        owned = tile_start + tl.arange(0, BLOCK_M)
-        slot = tl.load(slot_mapping + first_row + owned, mask=owned < tile_end, other=-1)
-        slot = tl.where(slot < num_blocks * KV_BLOCK_SIZE, slot, -1)
-        write_rows(k_rows, k_stride, slot, k_head, owned, dims, HEAD_DIM)
-        write_rows(v_rows, v_stride, slot, v_head, owned, dims, HEAD_DIM)
-
-    target = query_row * (NUM_KV_HEADS * GROUP) + head  # (row, head) of the call
-    if out is not None:
-        result = (mixed / row_sum[:, None]).to(out.dtype.element_ty)
-        tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_element)
-    else:
-        target = target * num_splits + part
-        tl.store(mixed_parts + target[:, None] * HEAD_DIM + dims, mixed, mask=(is_element & (part <= last_part)) != 0)
-        tl.store(stat_parts + target * 2, row_max, mask=is_row)
-        tl.store(stat_parts + target * 2 + 1, row_sum, mask=is_row)
+from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, launch_config, num_tiles
+from faser_backend.plugins.attention_tiles import attend_chunk, attend_context, divide, find_item, write_rows
+from faser_backend.plugins.launch import cdiv, check_attention, check_tensor, compute_capability, on_grid, runs_kernel
+from faser_backend.plugins.split_combine import combine_splits, empty_parts, write_part
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"],
+    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "min_part_tokens"],
     do_not_specialize_on_alignment=["block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"],
 )
 def pruned_chunk_attention_kernel(
@@ -127,6 +41,7 @@ def pruned_chunk_attention_kernel(
     num_blocks,
     table_stride,
     num_sequences,
+    num_rows,
     num_splits,
     min_part_tokens,
     out,  # [T, H, HEAD_DIM]; None where the context may be split
@@ -141,25 +56,69 @@ def pruned_chunk_attention_kernel(
     BLOCK_C: tl.constexpr,  # rows of the chunk per iteration
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded
     NUM_KV_HEADS: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    BLOCK_B: tl.constexpr,  # sequences whose lengths are read together
 ):
-    """Grid: (num_tiles(T, num_sequences, rows of a program) * num_splits, Hkv)."""
-    ROWS: tl.constexpr = BLOCK_M // GROUP
-    tile = tl.program_id(0) // num_splits
-    sequence = find_sequence(cu_rows, num_sequences, tile, ROWS)
-    first_row = tl.load(cu_rows + sequence)
-    tile_start = (tile - first_row // ROWS - sequence) * ROWS
-    if tile_start >= tl.load(cu_rows + sequence + 1) - first_row:
-        return
-    stride = table_stride
-    if table_width is not None:
-        stride = tl.load(table_width)
-    attend_tile(
-        sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
-        q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * stride, cu_rows, context_lens,
-        slot_mapping, q_stride, k_stride, v_stride, num_blocks, num_splits, min_part_tokens,
-        out, mixed_parts, stat_parts,
-        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,
-    )  # fmt: skip
+    """Grid: (any number, Hkv). The programs of a KV head take its items in turn; a last part includes the chunk."""
+    ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of an item
+    kv_head = tl.program_id(1)
+    stride = table_stride if table_width is None else tl.load(table_width)
+    lengths = (cu_rows, context_lens, num_sequences, num_rows, stride * KV_BLOCK_SIZE, num_splits, min_part_tokens)
+    sequence, own_item, num_items = find_item(tl.program_id(0), *lengths, ROWS, BLOCK_N, BLOCK_B)
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        first_row = tl.load(cu_rows + sequence)
+        own_rows = tl.load(cu_rows + sequence + 1) - first_row
+        context = tl.load(context_lens + sequence)
+        part_len, num_parts = divide(context, num_splits, min_part_tokens, BLOCK_N)
+        tile_start, part = own_item // num_parts * ROWS, own_item % num_parts
+
+        dims = tl.arange(0, BLOCK_D)[None, :]
+        pair = tl.arange(0, BLOCK_M)
+        row = tile_start + pair // GROUP  # of the chunk
+        is_row = (pair // GROUP < ROWS) & (row < own_rows)
+        is_element = is_row[:, None] & (dims < HEAD_DIM)
+        head = kv_head * GROUP + pair % GROUP
+        query_row = (first_row + row).to(tl.int64)
+        query = tl.load(q + query_row[:, None] * q_stride + head[:, None] * HEAD_DIM + dims, mask=is_element, other=0.0)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+        table = block_table + sequence.to(tl.int64) * stride
+        part_end = tl.minimum(context, (part + 1) * part_len)
+        pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)
+        k_head, v_head = k_pool + pool_head, v_pool + pool_head
+        row_max, row_sum, mixed = attend_context(
+            query, k_head, v_head, table, num_blocks, part * part_len, part_end, row_max, row_sum, mixed, dims,
+            HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
+        )  # fmt: skip
+        if part == num_parts - 1:
+            tile_end = tl.minimum(own_rows, tile_start + ROWS)
+            k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+            v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+            row_max, row_sum, mixed = attend_chunk(
+                query, k_rows, v_rows, k_stride, v_stride, row, tile_end, row_max, row_sum, mixed, dims,
+                HEAD_DIM, SCALE_LOG2, BLOCK_C,
+            )  # fmt: skip
+            # A row has one tile and a KV head its own items, so each position has one writer. No program of
+            # this call reads it: new positions are at or above context_lens, and contexts are read below it.
+            owned = tile_start + tl.arange(0, BLOCK_M)
+            slot = tl.load(slot_mapping + first_row + owned, mask=owned < tile_end, other=-1)
+            slot = tl.where(slot < num_blocks * KV_BLOCK_SIZE, slot, -1)
+            write_rows(k_rows, k_stride, slot, k_head, owned, dims, HEAD_DIM)
+            write_rows(v_rows, v_stride, slot, v_head, owned, dims, HEAD_DIM)
+
+        target = query_row * (NUM_KV_HEADS * GROUP) + head  # (row, head) of the call
+        if out is not None:
+            result = (mixed / row_sum[:, None]).to(out.dtype.element_ty)
+            tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_element)
+        else:
+            write_part(
+                mixed_parts, stat_parts, target, part, num_parts, num_splits, row_max, row_sum, mixed, is_row, dims,
+                HEAD_DIM, MOST_PARTS,
+            )  # fmt: skip
+        if item + tl.num_programs(0) < num_items:
+            sequence, own_item, _ = find_item(item + tl.num_programs(0), *lengths, ROWS, BLOCK_N, BLOCK_B)
 
 
 def pruned_chunk_attention(
@@ -177,6 +136,7 @@ def pruned_chunk_attention(
     max_rows: int,
     num_splits: int = 1,
     min_part_tokens: int = 0,
+    num_sms: int = 1 << 20,
     table_width: torch.Tensor | None = None,
 ) -> None:
     """Queues the call on the current stream; writes `out` and the pools in place.
@@ -184,7 +144,8 @@ def pruned_chunk_attention(
     Rows from cu_rows[B] on are padding: they are not read or written, and their `out` is unchanged.
     max_rows: about how many rows a sequence has, to choose tiles; any number gives the same results. A captured graph
     fixes it, T, B and num_splits. num_splits: the largest number of parts of a context. min_part_tokens: the fewest
-    tokens of a part. table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
+    tokens of a part. num_sms: the SMs of the current stream's share, which bound the programs.
+    table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
     Positions in slot_mapping are at or above their sequence's context_lens, and distinct.
     Raises ValueError if shapes or types do not match.
     """
@@ -193,21 +154,17 @@ def pruned_chunk_attention(
     if table_width is not None:
         check_tensor("table_width", table_width, (1,), torch.int32)
     num_kv_heads, num_blocks, kv_block_size, head_dim = k_pool.shape
-    if max_rows < 1 or num_splits < 1:
-        raise ValueError(f"max_rows = {max_rows}, num_splits = {num_splits}: both must be at least 1")
+    if max_rows < 1 or not 1 <= num_splits <= MAX_SPLITS:
+        raise ValueError(f"max_rows = {max_rows}: at least 1; num_splits = {num_splits}: must be 1 to {MAX_SPLITS}")
     if not runs_kernel(pruned_chunk_attention_kernel, q):
         reference.pruned_chunk_attention(*tensors, out, table_width)
         return
-    if q.shape[0] == 0 or context_lens.shape[0] == 0:
-        return
     group = q.shape[1] // num_kv_heads
     config = launch_config(q.element_size(), head_dim, group, max_rows, compute_capability(q))
-    mixed_parts = stat_parts = None
-    if num_splits > 1:
-        mixed_parts, stat_parts = empty_parts(q, num_splits)
+    parts = empty_parts(q, num_splits) if num_splits > 1 else None
     tiles = num_tiles(q.shape[0], context_lens.shape[0], config.block_m // group)
-    run = on_grid(pruned_chunk_attention_kernel, tiles * num_splits, num_kv_heads)
-    run(
+    programs = min(tiles * num_splits, cdiv(PROGRAMS_PER_SM * num_sms, num_kv_heads))
+    on_grid(pruned_chunk_attention_kernel, programs, num_kv_heads)(
         *tensors,
         table_width,
         q.stride(0),
@@ -216,14 +173,15 @@ def pruned_chunk_attention(
         num_blocks,
         block_table.shape[1],
         context_lens.shape[0],
+        q.shape[0],
         num_splits,
         min_part_tokens,
-        out if num_splits == 1 else None,
-        mixed_parts,
-        stat_parts,
+        out if parts is None else None,
+        *(parts or (None, None)),
         **config.constants(num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, kv_block_size=kv_block_size),
+        BLOCK_B=32 if context_lens.shape[0] <= 32 else 512,  # 32 need no barrier; few sizes, as each is compiled
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    if mixed_parts is not None and stat_parts is not None:
-        combine_splits(mixed_parts, stat_parts, cu_rows, out)
+    if parts is not None:
+        combine_splits(*parts, cu_rows, out)

@@ -14,6 +14,22 @@ import triton.language as tl
 from faser_backend.plugins.launch import on_grid
 
 
+@triton.jit
+def write_part(
+    mixed_parts, stat_parts, pair, part, num_parts, num_splits, row_max, row_sum, mixed, is_row, dims,
+    HEAD_DIM: tl.constexpr, MOST_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes one part of (row, head) pairs `pair` [M]; the last part also writes those that have no tokens."""
+    cell = pair * num_splits + part
+    tl.store(mixed_parts + cell[:, None] * HEAD_DIM + dims, mixed, mask=is_row[:, None] & (dims < HEAD_DIM))
+    tl.store(stat_parts + cell * 2, row_max, mask=is_row)
+    tl.store(stat_parts + cell * 2 + 1, row_sum, mask=is_row)
+    if part == num_parts - 1:
+        empty = tl.arange(1, MOST_PARTS + 1)[None, :]
+        pointers = stat_parts + (cell[:, None] + empty) * 2
+        tl.store(pointers, float("-inf"), mask=is_row[:, None] & (part + empty < num_splits))
+
+
 @triton.jit(do_not_specialize=["num_sequences", "num_splits"], do_not_specialize_on_alignment=["cu_rows"])
 def combine_splits_kernel(
     mixed_parts,  # [T, H, num_splits, HEAD_DIM] float32

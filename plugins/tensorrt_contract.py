@@ -17,6 +17,7 @@ from faser_backend.plugins.attention_config import (
     PROGRAMS_PER_SM,
     LaunchConfig,
     launch_config,
+    num_tiles,
 )
 
 NAMESPACE = "faser"
@@ -62,7 +63,6 @@ class Geometry:
     num_kv_heads: int
     head_dim: int
     kv_block_size: int
-    max_rows: int  # largest number of rows of one sequence, over all profiles; bounds the grid
     tile_rows: int  # rows of one sequence per program
     num_sms: int  # SMs that calls fill
     capability: int  # compute capability of the GPU, e.g. 90
@@ -88,8 +88,7 @@ class Geometry:
         return cls(**{name: int(value) for name, value in values.items()})
 
     def launch_config(self, dtype: str) -> LaunchConfig:
-        rows = min(self.tile_rows, self.max_rows)
-        return launch_config(ELEMENT_BYTES[dtype], self.head_dim, self.group, rows, self.capability)
+        return launch_config(ELEMENT_BYTES[dtype], self.head_dim, self.group, self.tile_rows, self.capability)
 
 
 GEOMETRY_FIELDS = tuple(field.name for field in fields(Geometry))
@@ -134,12 +133,12 @@ def attend_launch(
     *,
     num_blocks: Any,
 ) -> Launch:
-    """Returns the launch of the first kernel. Programs without rows return at once, so a bound of rows suffices."""
+    """Returns the launch of the first kernel: as many programs as are resident, or as have work at most."""
     splits = num_splits(geometry, config, ops, num_rows, table_shape)
-    rows = ops.smaller(num_rows, ops.constant(geometry.max_rows))
-    tiles = ops.ceil_div(rows, ops.constant(config.block_m // geometry.group))
-    grid = (tiles * splits, ops.constant(geometry.num_kv_heads), table_shape[0])
-    return Launch(grid, (num_rows, num_blocks, table_shape[1], splits))
+    tiles = num_tiles(num_rows, table_shape[0], ops.constant(config.block_m // geometry.group))
+    resident = ops.ceil_div(ops.constant(PROGRAMS_PER_SM * geometry.num_sms), ops.constant(geometry.num_kv_heads))
+    grid = (ops.smaller(tiles * splits, resident), ops.constant(geometry.num_kv_heads), ops.constant(1))
+    return Launch(grid, (num_rows, num_blocks, *table_shape, splits))
 
 
 def combine_launch(

@@ -1,8 +1,7 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """The attention kernels with the parameters that TensorRT passes: inputs, integers, outputs, in this order.
 
-The bodies are in `pruned_chunk_attention` and `split_combine`. This module has only the signatures, and the bounds
-checks: TensorRT times a layer on arbitrary contents.
+The bodies are in `pruned_chunk_attention` and `split_combine`. This module has only the signatures.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import triton.language as tl
 
 from faser_backend.plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
 from faser_backend.plugins.compile import Compiled, compile_kernel
-from faser_backend.plugins.pruned_chunk_attention import attend_tile
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from faser_backend.plugins.split_combine import combine_splits_kernel
 from faser_backend.plugins.tensorrt_contract import ATTENTION_INPUTS, INDEX_INPUTS, Geometry
 
@@ -24,7 +23,7 @@ COMBINE_WARPS = 4
 @triton.jit
 def attend_splits_kernel(
     q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping,
-    num_rows, num_blocks,
+    num_rows, num_blocks, num_sequences,
     num_columns,  # of block_table
     num_splits, mixed_parts, stat_parts,
     k_pool_out,  # the same as k_pool: TensorRT passes every output
@@ -32,24 +31,15 @@ def attend_splits_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (row tiles * num_splits, Hkv, B). Tensors of TensorRT are contiguous."""
-    sequence = tl.program_id(2)
-    first = tl.load(cu_rows + sequence)
-    last = tl.load(cu_rows + sequence + 1)
-    context = tl.load(context_lens + sequence)
-    is_within = (first >= 0) & (first <= last) & (last <= num_rows)
-    is_within = is_within & (context >= 0) & (context <= num_columns * KV_BLOCK_SIZE)
-    tile_start = tl.program_id(0) // num_splits * (BLOCK_M // GROUP)
-    if is_within & (tile_start < last - first):
-        attend_tile(
-            sequence, tile_start, tl.program_id(1), tl.program_id(0) % num_splits,
-            q, k_new, v_new, k_pool, v_pool, block_table + sequence.to(tl.int64) * num_columns, cu_rows, context_lens,
-            slot_mapping,
-            NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
-            num_blocks, num_splits, 0, None, mixed_parts, stat_parts,
-            HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS,
-        )  # fmt: skip
+    """Grid: as the body's. Tensors of TensorRT are contiguous."""
+    pruned_chunk_attention_kernel(
+        q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, None,
+        NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
+        num_blocks, num_columns, num_sequences, num_rows, num_splits, 0, None, mixed_parts, stat_parts,
+        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS, MOST_PARTS, 32,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -109,7 +99,7 @@ def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None 
 def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Compiled:
     floats = f"*{dtype}:16"  # TensorRT aligns tensors to 256 bytes
     signature = {name: "*i32:16" if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
-    signature |= dict.fromkeys(("num_rows", "num_blocks", "num_columns", "num_splits"), "i32")
+    signature |= dict.fromkeys(("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits"), "i32")
     signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
     return compile_kernel(
         attend_splits_kernel,

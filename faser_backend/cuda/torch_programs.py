@@ -83,6 +83,7 @@ class SegmentCall:
         self.weights = program.weights
         self.tensors = tensors
         self.bounds = bounds
+        self.num_sms = program.num_sms
         self.num_splits = program.num_splits(bounds, tensors[f"k_pool.{program.spec.first_layer}"])
 
     def launch(self) -> None:
@@ -188,6 +189,7 @@ class SegmentCall:
             max_rows=usual_rows(self.bounds),
             num_splits=self.num_splits,
             min_part_tokens=MIN_TOKENS_PER_SPLIT,
+            num_sms=self.num_sms,
             table_width=tensors["table_width"],
         )
         return out.flatten(1)

@@ -157,7 +157,8 @@ def test_every_policy_in_every_mode(case: Case, policy: str, mode: PipelineMode)
     num_blocks = (200, 30)[(list(POLICIES).index(policy) + list(PipelineMode).index(mode)) % 2]
     num_loops = compare(case, policy, forced(mode), forced(mode), num_blocks=num_blocks)
     # Adaptive ones decode plainly if they expect no gain; with answers this short they may not resume drafting.
-    least = 1 if policy in {"faser", "survival", "gp-lcb"} else 8
+    # Others draft with a loop before and after the request with rules runs, which is in most steps.
+    least = 1 if policy in {"faser", "survival", "gp-lcb"} else 4
     assert num_loops == 0 if policy == "none" else num_loops > least
 
 

@@ -229,7 +229,4 @@ def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
 )
 def test_contexts_are_split_to_fill_the_device(num_sequences, num_kv_heads, max_context, num_sms, expected):
     assert choose_num_splits(num_sequences, num_kv_heads, max_context, num_sms) == expected
-
-
-def test_row_tiles_need_no_splits():
     assert choose_num_splits(1, 8, 8192, 132, num_tiles=64) == 1

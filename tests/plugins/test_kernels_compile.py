@@ -38,8 +38,11 @@ def compile_attention(
     signature = dict.fromkeys(("q", "k_new", "v_new", "k_pool", "v_pool"), f"*{dtype}:16")
     signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"), "*i32")
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
-    signature |= dict.fromkeys(("num_blocks", "table_stride", "num_sequences", "num_splits", "min_part_tokens"), "i32")
+    signature |= dict.fromkeys(
+        ("num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "min_part_tokens"), "i32"
+    )
     constants = config.constants(num_kv_heads=8, group=group, head_dim=head_dim, kv_block_size=16)
+    constants["BLOCK_B"] = 32 if max_rows < 48 else 512
     results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
     constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
     return compile_kernel(
@@ -158,7 +161,7 @@ def test_parameters_are_those_that_a_launch_passes():
     assert [name for name, _ in compiled.parameters] == [
         *("q", "k_new", "v_new", "k_pool", "v_pool", "block_table", "cu_rows", "context_lens", "slot_mapping"),
         *("table_width", "q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_sequences"),
-        *("num_splits", "min_part_tokens", "out"),
+        *("num_rows", "num_splits", "min_part_tokens", "out"),
     ]
     entry = re.search(r"\.entry \w+\(([^)]*)\)", compiled.ptx)
     assert entry is not None and entry[1].count(".param") == len(compiled.parameters)

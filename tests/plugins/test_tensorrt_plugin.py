@@ -12,7 +12,7 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from faser_backend.plugins.attention_config import MAX_SPLITS, choose_num_splits
+from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, choose_num_splits, num_tiles
 from faser_backend.plugins.compile import Compiled
 from faser_backend.plugins.tensorrt_aot import MAX_SHARED_BYTES, register_aot_plugins
 from faser_backend.plugins.tensorrt_contract import (
@@ -30,9 +30,7 @@ from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combi
 from tests.support.assembler import assemble
 from tests.support.fake_tensorrt_plugin import WHOLE_NUMBERS, DataType, FakeTensorRt, TensorDesc
 
-GEOMETRY = Geometry(
-    num_heads=8, num_kv_heads=2, head_dim=64, kv_block_size=16, max_rows=256, tile_rows=8, num_sms=132, capability=90
-)
+GEOMETRY = Geometry(num_heads=8, num_kv_heads=2, head_dim=64, kv_block_size=16, tile_rows=8, num_sms=132, capability=90)
 
 SHAPES = [("T", 8, 64), *[("T", 2, 64)] * 2, *[(2, "NB", 16, 64)] * 2, ("B", "MB"), ("B + 1",), ("B",), ("T",)]
 SIZES = {"T": 20, "B": 4, "B + 1": 5, "NB": 900, "MB": 64}
@@ -65,14 +63,12 @@ def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 7, 8, 9, 256, 300])
-def test_the_grid_has_a_tile_for_every_row_of_the_longest_chunk(num_rows: int) -> None:
+def test_the_grid_is_what_the_gpu_holds_or_what_may_have_work(num_rows: int) -> None:
     config = GEOMETRY.launch_config("fp16")
     launch = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (3, 100), num_blocks=50)
-    rows_per_tile = config.block_m // GEOMETRY.group
-    tiles = launch.grid[0] // launch.scalars[-1]
-    assert launch.grid == (tiles * launch.scalars[-1], 2, 3)
-    assert tiles * rows_per_tile >= min(num_rows, GEOMETRY.max_rows) > (tiles - 1) * rows_per_tile
-    assert launch.scalars[:3] == (num_rows, 50, 100)
+    most_items = num_tiles(num_rows, 3, config.block_m // GEOMETRY.group) * launch.scalars[-1]
+    assert launch.grid == (min(most_items, PROGRAMS_PER_SM * 132 // 2), 2, 1)
+    assert launch.scalars[:4] == (num_rows, 50, 3, 100)
 
 
 @pytest.fixture(scope="module")
@@ -149,10 +145,10 @@ def test_signatures_are_classes_that_tensorrt_can_read(registered: FakeTensorRt)
 def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> None:
     compiled = compile_attend(replace(GEOMETRY, capability=capability), dtype)
     names = [name for name, _ in compiled.parameters]
-    numbers = ["num_rows", "num_blocks", "num_columns", "num_splits"]
+    numbers = ["num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits"]
     assert names == [*ATTENTION_INPUTS, *numbers, *ATTEND_OUTPUTS]
     floats = f"*{dtype}"
-    types = [*[floats] * 5, *["*i32"] * 4, *["i32"] * 4, "*fp32", "*fp32", floats, floats]
+    types = [*[floats] * 5, *["*i32"] * 4, *["i32"] * 5, "*fp32", "*fp32", floats, floats]
     assert [kind for _, kind in compiled.parameters] == types
     assert assemble(compiled)[0] > 0 and entry_parameters(compiled.ptx) == [width_of(kind) for kind in types]
 

@@ -23,7 +23,6 @@ from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
-from faser_backend.engines.tensorrt_buckets import MAX_VERIFY_ROWS, CallLimits
 from faser_backend.engines.tensorrt_plugins import plugin_geometry
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.plugins import reference
@@ -37,7 +36,6 @@ GEOMETRY = Geometry(
     num_kv_heads=2,
     head_dim=8,
     kv_block_size=BLOCK_SIZE,
-    max_rows=64,
     tile_rows=8,
     num_sms=132,
     capability=90,
@@ -112,10 +110,7 @@ def test_every_layer_has_a_node_of_each_plugin(model: onnx.ModelProto) -> None:
 def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_spec(open_checkpoint(source).fields)
     monkeypatch.setattr("faser_backend.engines.tensorrt_plugins._device", lambda: (132, 90))
-    limits = CallLimits(max_num_seqs=2, max_prefill_tokens=64)
-    assert plugin_geometry(spec, BLOCK_SIZE, limits) == GEOMETRY  # all rows of a call may be one sequence's
-    more = CallLimits(max_num_seqs=8, max_prefill_tokens=64)
-    assert plugin_geometry(spec, BLOCK_SIZE, more).max_rows == 8 * MAX_VERIFY_ROWS
+    assert plugin_geometry(spec, BLOCK_SIZE) == GEOMETRY
 
 
 def test_tensorrts_own_parser_makes_the_plugin_of_a_node(model: onnx.ModelProto, source: Path) -> None:

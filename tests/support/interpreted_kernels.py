@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
+from faser_backend.cuda.call_shapes import ROW_COUNTS
 from faser_backend.cuda.noise import TorchNoise
 from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_call, random_shape
 from faser_backend.plugins import pruned_chunk_attention as attention
@@ -79,7 +80,8 @@ def test_attention_of_random_ragged_calls(monkeypatch, dtype, seed):
     num_results = sum(shape.rows) * shape.num_kv_heads * shape.group  # the interpreter joins parts one by one
     num_splits = int(rng.choice([1, 2, 4], p=[0.4, 0.3, 0.3])) if num_results <= 24 else 1
     bound = max(1, *shape.rows) + int(rng.integers(0, 3))  # the host may know only a bound
-    check(make_call(shape, seed), lambda call: run(call, num_splits=num_splits, max_rows=bound))
+    num_sms = 1 + seed % 3  # few programs, which take many items in turn
+    check(make_call(shape, seed), lambda call: run(call, num_splits=num_splits, max_rows=bound, num_sms=num_sms))
 
 
 @pytest.mark.parametrize("context", [0, 1, 7, 8, 15, 16, 17, 64, 65])
@@ -116,7 +118,7 @@ def test_no_order_of_programs_changes_a_bit(monkeypatch, seed):
     for _ in range(2):
         calls = [make_call(shape, seed) for _ in range(2)]
         for num_splits, call in zip((1, 3), calls, strict=True):  # with parts, they are joined too
-            run(call, num_splits=num_splits)
+            run(call, num_splits=num_splits, num_sms=3)
         last, silu, normed = torch.zeros(1, dtype=torch.int32), torch.empty(9, 32), torch.empty(9, 64)
         gated_silu(rows, silu)
         add_rms_norm(rows, None, torch.ones(64), 1e-5, None, normed)
@@ -126,8 +128,38 @@ def test_no_order_of_programs_changes_a_bit(monkeypatch, seed):
     assert [torch.equal(*pair) for pair in zip(*found, strict=True)] == [False] + [True] * (len(found[0]) - 1)
 
 
-def test_attention_where_everything_was_pruned():
-    check(make_call(Shape(rows=(0, 0, 0), contexts=(9, 0, 16), num_padding_rows=4), 0), run)
+@pytest.mark.parametrize("num_padding_rows", [0, 4])
+def test_attention_where_everything_was_pruned(num_padding_rows):
+    check(make_call(Shape(rows=(0, 0, 0), contexts=(9, 0, 16), num_padding_rows=num_padding_rows), 0), run)
+
+
+def test_few_programs_start_and_most_have_work(monkeypatch):
+    """Counts the programs of launches as runtime torch's on 20 SMs, and the items of work that they find.
+
+    The control is one program for each item that the rows and parts of the shape may need.
+    """
+    rng, grids, items, on_grid = np.random.default_rng(0), [], [], attention.on_grid
+
+    def counted(query, k, v, table, num_blocks, start, *rest, **constants):
+        items.append(start)
+        return rest[1:4]
+
+    monkeypatch.setattr(attention, "attend_context", counted)
+    monkeypatch.setattr(attention, "attend_chunk", lambda *arguments, **constants: arguments[7:10])
+    monkeypatch.setattr(attention, "combine_splits", lambda *_: None)
+    monkeypatch.setattr(attention, "on_grid", lambda kernel, *grid: grids.append(grid) or on_grid(kernel, *grid))
+    wanted = control = 0
+    for seed in range(4):
+        rows = rng.integers(1, 6, rng.integers(2, 12))
+        contexts = rng.integers(0, 2000, len(rows))
+        call = make_call(Shape(tuple(rows), tuple(contexts), group=4, head_dim=16, kv_block_size=16), seed)
+        count = next(count for count in ROW_COUNTS if count >= rows.sum())
+        graph, width = padded(call, count, count, 256)
+        wanted += 2 * int((-(-rows // 8) * np.maximum(-(-contexts // 256), 1)).sum())  # in two KV heads
+        control += 2 * 8 * attention.num_tiles(count, count, 8)
+        run(graph, num_splits=8, max_rows=8, min_part_tokens=256, table_width=width, num_sms=20)
+    started = sum(map(np.prod, grids))
+    assert len(items) == wanted and started <= 1.3 * wanted < control / 2, (started, control)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 256])
@@ -208,14 +240,6 @@ def test_pools_beyond_two_to_the_thirty_one_elements():
     write_kv(large.k_new, large.v_new, large.slot_mapping - 1, *pools)
     written = (large.slot_mapping - 1).long()
     assert torch.equal(pools[0].view(2, -1, 256)[:, written], large.k_new.transpose(0, 1))
-
-
-def test_attention_of_a_longer_context_under_the_launch_of_a_captured_graph():
-    """Only max_rows, T, B and the table's columns come from the host; lengths are read on the device."""
-    captured = make_call(Shape(rows=(3, 1), contexts=(8, 8), num_padding_rows=2), 0)
-    run(captured, max_rows=4)
-    replayed = make_call(Shape(rows=(2, 4), contexts=(40, 0)), 1)
-    check(replayed, lambda call: run(call, max_rows=4))
 
 
 def sees_next_row(query, k, v, k_stride, v_stride, row, *rest, chunk=attention.attend_chunk, **constants):

@@ -33,7 +33,6 @@ def geometry_of(shape: Shape) -> Geometry:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         kv_block_size=shape.kv_block_size,
-        max_rows=64,
         tile_rows=8,
         num_sms=132,
         capability=90,
@@ -54,7 +53,6 @@ def run(
         geometry, config, WHOLE_NUMBERS, num_rows, table_shape, num_blocks=call.k_pool.shape[1]
     )
     if num_splits is not None:
-        grid = (grid[0] // scalars[-1] * num_splits, *grid[1:])
         scalars = (*scalars[:-1], num_splits)
     pools = (call.k_pool, call.v_pool)
     attend_splits_kernel[grid](*call[:9], *scalars, mixed, stat, *pools, **attend_constants(geometry, config))
@@ -80,6 +78,11 @@ def test_the_contracts_own_number_of_parts() -> None:
     call = make_call(shape, 0)
     assert attend_launch(geometry, SMALL, WHOLE_NUMBERS, 2, call.block_table.shape, num_blocks=9).scalars[-1] == 2
     check(call, lambda call: run(call, geometry, SMALL))
+
+
+def test_more_sequences_than_are_read_together() -> None:
+    shape = Shape(rows=(1, 0) * 34, contexts=(3, 17) * 34, num_kv_heads=1, head_dim=16)
+    check(make_call(shape, 0), lambda call: run(call, replace(geometry_of(shape), num_sms=4), SMALL, 2))
 
 
 def test_a_wrong_number_of_parts_fails_the_check() -> None:
