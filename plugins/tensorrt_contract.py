@@ -102,16 +102,14 @@ def part_rows(num_rows: Any) -> Any:
 def num_splits(
     geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
 ) -> Any:
-    """Returns the number of parts of each context, as attention_config.choose_num_splits, limited by part_rows.
+    """Returns the most parts of a context, as attention_config.choose_num_splits, limited by part_rows.
 
-    table_shape: (B, MB). Only the average number of rows per sequence is known. Integer operations let a compiler
-    evaluate it on shapes.
+    table_shape: (B, MB), bounds of any call: the parts fill the SMs if all rows belong to one sequence. Integer
+    operations let a compiler evaluate it on shapes.
     """
-    num_sequences, num_columns = table_shape
-    num_tiles = ops.ceil_div(ops.ceil_div(num_rows, num_sequences), ops.constant(config.block_m // geometry.group))
-    resident = ops.constant(PROGRAMS_PER_SM * geometry.num_sms)
-    fitting = resident // (num_sequences * geometry.num_kv_heads * num_tiles)
-    worthwhile = num_columns * geometry.kv_block_size // MIN_TOKENS_PER_SPLIT
+    tiles = ops.ceil_div(num_rows, ops.constant(config.block_m // geometry.group))
+    fitting = ops.constant(PROGRAMS_PER_SM * geometry.num_sms) // (tiles * geometry.num_kv_heads)
+    worthwhile = table_shape[1] * geometry.kv_block_size // MIN_TOKENS_PER_SPLIT
     room = part_rows(num_rows) // num_rows
     most = ops.smaller(ops.smaller(fitting, worthwhile), ops.smaller(room, ops.constant(MAX_SPLITS)))
     return ops.larger(most, ops.constant(1))

@@ -11,7 +11,7 @@ from functools import cache
 import triton
 import triton.language as tl
 
-from faser_backend.plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
+from faser_backend.plugins.attention_config import MAX_SPLITS, MIN_TOKENS_PER_SPLIT, LaunchConfig, padded_head_dim
 from faser_backend.plugins.compile import Compiled, compile_kernel
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from faser_backend.plugins.split_combine import combine_splits_kernel
@@ -31,13 +31,13 @@ def attend_splits_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
-    MOST_PARTS: tl.constexpr,
+    MOST_PARTS: tl.constexpr, MIN_PART_TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: as the body's. Tensors of TensorRT are contiguous."""
     pruned_chunk_attention_kernel(
         q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, None,
         NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
-        num_blocks, num_columns, num_sequences, num_rows, num_splits, 0, None, mixed_parts, stat_parts,
+        num_blocks, num_columns, num_sequences, num_rows, num_splits, MIN_PART_TOKENS, None, mixed_parts, stat_parts,
         HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS, MOST_PARTS, 32,
     )  # fmt: skip
 
@@ -65,7 +65,8 @@ def combine_parts_kernel(
 def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
     """Returns the constants of the first kernel."""
     names = ("num_kv_heads", "group", "head_dim", "kv_block_size")
-    return config.constants(**{name: getattr(geometry, name) for name in names})
+    constants = config.constants(**{name: getattr(geometry, name) for name in names})
+    return {**constants, "MIN_PART_TOKENS": MIN_TOKENS_PER_SPLIT}  # tables are wider than most contexts
 
 
 def combine_constants(geometry: Geometry) -> dict[str, int]:

@@ -55,8 +55,8 @@ def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
         num_rows = num_sequences * int(rng.integers(1, 20))
         splits = num_splits(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (num_sequences, num_columns))
         assert 1 <= splits <= MAX_SPLITS and num_rows * splits <= part_rows(num_rows)
-        tiles = -(-(num_rows // num_sequences) // (config.block_m // GEOMETRY.group))
-        wanted = choose_num_splits(num_sequences, GEOMETRY.num_kv_heads, 16 * num_columns, GEOMETRY.num_sms, tiles)
+        tiles = -(-num_rows // (config.block_m // GEOMETRY.group))
+        wanted = choose_num_splits(1, GEOMETRY.num_kv_heads, 16 * num_columns, GEOMETRY.num_sms, tiles)
         assert splits == min(wanted, part_rows(num_rows) // num_rows)
         num_limited += splits < wanted
     assert 0 < num_limited < 200

@@ -52,10 +52,11 @@ def run(
     grid, scalars = attend_launch(
         geometry, config, WHOLE_NUMBERS, num_rows, table_shape, num_blocks=call.k_pool.shape[1]
     )
+    constants = attend_constants(geometry, config)
     if num_splits is not None:
-        scalars = (*scalars[:-1], num_splits)
+        scalars, constants["MIN_PART_TOKENS"] = (*scalars[:-1], num_splits), 0
     pools = (call.k_pool, call.v_pool)
-    attend_splits_kernel[grid](*call[:9], *scalars, mixed, stat, *pools, **attend_constants(geometry, config))
+    attend_splits_kernel[grid](*call[:9], *scalars, mixed, stat, *pools, **constants)
     grid, (num_sequences, splits) = combine_launch(geometry, config, WHOLE_NUMBERS, num_rows, table_shape)
     splits = num_combined or num_splits or splits
     inputs = (mixed, stat, call.q, call.block_table, call.cu_rows)
@@ -72,11 +73,13 @@ def test_random_ragged_calls(seed: int) -> None:
     check(make_call(shape, seed), lambda call: run(call, geometry, config, int(rng.choice([1, 2, 5]))))
 
 
-def test_the_contracts_own_number_of_parts() -> None:
-    shape = Shape(rows=(2,), contexts=(700,), num_kv_heads=1, head_dim=16)
-    geometry = geometry_of(shape)
+def test_a_call_of_the_menu_is_padded_by_contents() -> None:
+    """Sequences without rows, rows of no sequence, a table for the longest context; the contract's number of parts."""
+    shape = Shape((2, 1, 0, 0), contexts=(600, 9, 0, 0), num_kv_heads=1, head_dim=16, num_padding_rows=5)
     call = make_call(shape, 0)
-    assert attend_launch(geometry, SMALL, WHOLE_NUMBERS, 2, call.block_table.shape, num_blocks=9).scalars[-1] == 2
+    call = call._replace(block_table=torch.nn.functional.pad(call.block_table, (0, 200)))
+    table_shape, geometry = call.block_table.shape, geometry_of(shape)
+    assert attend_launch(geometry, SMALL, WHOLE_NUMBERS, 8, table_shape, num_blocks=9).scalars[-1] >= 3
     check(call, lambda call: run(call, geometry, SMALL))
 
 
