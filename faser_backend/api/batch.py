@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -61,8 +60,12 @@ class Batch:
         listed = _listed(prompts)
         self._asked: list[_Asked] = []
         for index, (prompt, wanted) in enumerate(zip(listed, _params_of(params, len(listed)), strict=True)):
-            with _naming(f"prompts[{index}]" if len(listed) > 1 else None):
+            try:
                 self._asked.append(_ask(prompt, wanted, model, guides, index=index, call_id=call_id))
+            except RequestError as error:
+                if len(listed) > 1:
+                    error.args = (f"prompts[{index}]: {error}",)
+                raise
         self._by_id = {answer.request.request_id: answer for asked in self._asked for answer in asked.answers}
         self._stopping: set[str] = set()
 
@@ -128,17 +131,6 @@ def _params_of(params: AnyParams, count: int) -> list[SamplingParams]:
     return list(params)
 
 
-@contextmanager
-def _naming(where: str | None) -> Iterator[None]:
-    """Adds the position of the prompt to errors."""
-    try:
-        yield
-    except RequestError as error:
-        if where is not None:
-            error.args = (f"{where}: {error}",)
-        raise
-
-
 def _ask(
     prompt: Prompt, params: SamplingParams, model: ServedModel, guides: GuideCompiler, *, index: int, call_id: str
 ) -> _Asked:
@@ -178,6 +170,7 @@ def _request(
         wants_log_probs=params.logprobs is not None,
         wants_generation_logits=bool(params.logprobs),
         wants_stats=True,
+        lora_name=model.lora_name,
         guide=None if params.guided_decoding is None else _guide(params.guided_decoding, guides),
     )
     if request.max_tokens < asked:

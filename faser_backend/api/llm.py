@@ -38,7 +38,7 @@ class LLM:
     A prompt is text, a list of token ids, or a conversation [{"role": ..., "content": ...}]. A call takes one prompt or
     a list of them, and one SamplingParams or one per prompt. Every call raises RequestError for the first field out of
     range, before anything runs, and FaserError if the engine fails. If one of several answers fails, it ends with
-    `error`, and the others go on.
+    `error`, and the others go on. `lora` names the adapter that all answers of a call use.
     """
 
     def __init__(
@@ -74,38 +74,42 @@ class LLM:
         self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the latest when the process ends
         self._call_ids = itertools.count()
 
-    def generate(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
+    def generate(self, prompts: Prompts, sampling_params: AnyParams = None, lora: str = "") -> list[RequestOutput]:
         """Returns the answers, in the order of the prompts."""
-        batch = self._batch(prompts, sampling_params)
+        batch = self._batch(prompts, sampling_params, lora)
         for _ in self._run(batch):
             pass
         return batch.results()
 
-    def chat(self, messages: Conversation | Sequence[Conversation], params: AnyParams = None) -> list[RequestOutput]:
+    def chat(
+        self, messages: Conversation | Sequence[Conversation], params: AnyParams = None, lora: str = ""
+    ) -> list[RequestOutput]:
         """Works as generate for one conversation or a list of them."""
-        return self.generate(_conversations(messages), params)
+        return self.generate(_conversations(messages), params, lora)
 
-    def stream(self, prompts: Prompts, sampling_params: AnyParams = None) -> Iterator[RequestOutput]:
+    def stream(self, prompts: Prompts, sampling_params: AnyParams = None, lora: str = "") -> Iterator[RequestOutput]:
         """Yields growing answers, each with its whole text; `new_pieces` and `text_diff` hold what is new.
 
         Closing the iterator ends the requests.
         """
-        batch = self._batch(prompts, sampling_params)
+        batch = self._batch(prompts, sampling_params, lora)
         return (output for _ in self._run(batch) for output in batch.new_outputs())
 
-    async def generate_async(self, prompts: Prompts, sampling_params: AnyParams = None) -> list[RequestOutput]:
+    async def generate_async(
+        self, prompts: Prompts, sampling_params: AnyParams = None, lora: str = ""
+    ) -> list[RequestOutput]:
         """Works as generate. Cancelling the task ends its requests."""
-        batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
+        batch = await asyncio.to_thread(self._batch, prompts, sampling_params, lora)
         async with aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
                 pass
         return batch.results()
 
     async def stream_async(
-        self, prompts: Prompts, sampling_params: AnyParams = None
+        self, prompts: Prompts, sampling_params: AnyParams = None, lora: str = ""
     ) -> AsyncGenerator[RequestOutput, None]:
         """Works as stream."""
-        batch = await asyncio.to_thread(self._batch, prompts, sampling_params)
+        batch = await asyncio.to_thread(self._batch, prompts, sampling_params, lora)
         async with aclosing(self._run_async(batch)) as steps:
             async for _ in steps:
                 for output in batch.new_outputs():
@@ -134,10 +138,10 @@ class LLM:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _batch(self, prompts: Prompts, params: AnyParams) -> Batch:
+    def _batch(self, prompts: Prompts, params: AnyParams, lora: str) -> Batch:
         if not self._close.alive:
             raise UnavailableError("this LLM is closed")
-        return Batch(prompts, params, self._model, self._guides, f"{next(self._call_ids)}")
+        return Batch(prompts, params, replace(self._model, lora_name=lora), self._guides, f"{next(self._call_ids)}")
 
     def _run(self, batch: Batch) -> Iterator[None]:
         """Answers the batch; yields after every output."""

@@ -64,8 +64,9 @@ def generate_once(
     on_loaded: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Streams an answer to `on_text` and returns its figures. options: of LLM. Raises FaserError.
+    """Streams an answer to `on_text` and returns its figures. Raises FaserError.
 
+    options: of LLM. If they name adapters, the first one is used.
     The counts by source include accepted tokens after the end of the answer, num_rows_verified includes the anchors,
     and kept_per_verification counts draft tokens. why_no_drafts and why_no_pruning are empty if some were, or could
     have been.
@@ -79,7 +80,8 @@ def generate_once(
     check_params(params)
     with LLM(engine_dir, on_step=note, max_num_seqs=1, **options) as llm:
         on_loaded()
-        result = _run(llm, prompt, params, on_text) | {"num_rows_verified": sum(num_rows)}
+        lora = next((text.partition("=")[0] for text in options.get("lora", ())), "")
+        result = _run(llm, prompt, params, lora, on_text) | {"num_rows_verified": sum(num_rows)}
     is_plain = options.get("policy", DEFAULT_POLICY) == "none"
     has_exits = not is_plain and options.get("early_exit") != "off" and bool(llm.manifest.exit_layers)
     has_profile = (llm.engine_dir / PROFILE_FILE).is_file()
@@ -120,10 +122,10 @@ def _why_no_pruning(*, has_exits: bool, has_profile: bool) -> str:
     return "" if has_profile else "exits are not calibrated without a profile, so no rows pruned"
 
 
-def _run(llm: LLM, prompt: Prompt, params: SamplingParams, on_text: Callable[[str], None]) -> dict[str, Any]:
+def _run(llm: LLM, prompt: Prompt, params: SamplingParams, lora: str, on_text: Callable[[str], None]) -> dict[str, Any]:
     started_s = time.perf_counter()
     last: RequestOutput | None = None
-    for last in llm.stream(prompt, params):
+    for last in llm.stream(prompt, params, lora):
         on_text(last.outputs[0].text_diff)
     seconds = time.perf_counter() - started_s
     assert last is not None  # a stream has at least one output

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from platform import python_version
 from typing import Any, Literal
 
 from faser_backend.core.config import EngineConfig
@@ -47,7 +47,7 @@ def examine(load_driver: LoadDriver = load_driver) -> list[Finding]:
     """Returns all findings, in the order of the report. load_driver: imports cuda.bindings.driver."""
     gpu = _check("NVIDIA GPU", lambda: _gpu(load_driver))
     return [
-        _check("Python", _python, is_needed=True),
+        _check("Python", lambda: f"{python_version()} at {sys.executable}, numpy {version('numpy')}", is_needed=True),
         _check("CPU partitions", lambda: core_partitions().note),
         _check("CPU kernels", _host_kernels, is_needed=True),
         _check("Triton server", lambda: str(find_triton().binary), is_needed=True),
@@ -86,12 +86,6 @@ def _check(name: str, find: Callable[[], str], *, is_needed: bool = False, hint:
         return Finding(name, False, f"not installed ({hint})", is_needed)
     except (FaserError, ImportError, OSError) as error:
         return Finding(name, False, str(error), is_needed)
-
-
-def _python() -> str:
-    import numpy as np
-
-    return f"{platform.python_version()} at {sys.executable}, numpy {np.__version__}"
 
 
 def _host_kernels() -> str:

@@ -35,7 +35,7 @@ class GenerateOptions(OptionTable):
     options=GenerateOptions,
     serving=(ServingOptions, "chat_template"),
     draws=SamplingOptions,
-    engine=(EngineConfig, "policy acceptance early_exit pipeline num_threads"),
+    engine=(EngineConfig, "policy acceptance early_exit pipeline num_threads lora"),
 )
 def generate(
     *, run: RunOptions, options: GenerateOptions, serving: ServingOptions, draws: SamplingOptions, engine: EngineConfig

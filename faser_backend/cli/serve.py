@@ -11,7 +11,7 @@ import typer
 
 from faser_backend.cli.build import MIN_CONTEXT, BuildOptions
 from faser_backend.cli.options import takes
-from faser_backend.core.config import EngineConfig, OptionTable, option
+from faser_backend.core.config import EngineConfig, NamedDirectories, OptionTable, option
 from faser_backend.serving import parameters as tables
 from faser_backend.serving.parameters import ADMIN_KEY_FILE, ModelOptions, OpenAIOptions, ServeOptions, ServingOptions
 
@@ -110,6 +110,7 @@ class ReloadOptions(OptionTable):
     engine_dir: Path = option(..., ServingOptions.options()["engine_dir"])
     admin_key_file: Path = option(..., ADMIN_KEY_FILE)
     http: str = option("127.0.0.1:8000", "Connect to Triton's HTTP port at HOST:PORT.")
+    lora: NamedDirectories = option([], EngineConfig.options()["lora"], unset="those that are loaded")
     timeout: float = option(600.0, "Wait this many seconds for the new engine.")
 
 
@@ -124,7 +125,7 @@ def reload(*, options: ReloadOptions) -> None:
     from faser_backend.triton.reload import reload_engine
 
     administration = Administration(options.http, read_admin_key(options.admin_key_file))
-    before = reload_engine(administration, options.engine_dir, options.timeout)
+    before = reload_engine(administration, options.engine_dir, options.timeout, options.lora)
     print(f"serving {options.engine_dir.resolve()} instead of {before}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,7 @@ class RowBatch:
     context_lens: np.ndarray  # [B] int64, tokens already in the KV pool
     block_tables: np.ndarray  # [B, max_blocks] int64, entries past a sequence's blocks are 0
     logit_rows: np.ndarray  # [R] int64, rows whose logits are wanted; may be empty
+    adapters: Sequence[Any] = ()  # [B] from AdaptableRunner.store_adapter, or None; empty: nobody has one
 
     @property
     def num_rows(self) -> int:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from faser_backend.core.errors import ConfigError
 
@@ -42,6 +43,23 @@ def option(default: Any, given: Option | str, section: str = "", *, ge: Any = No
     return Field(default, ge=ge, le=le, json_schema_extra=extra)
 
 
+def _with_absolute(given: Any) -> list[str]:
+    pairs = [str(text).partition("=") for text in (given.splitlines() if isinstance(given, str) else given)]
+    if not all(name and directory for name, _, directory in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
+        raise ValueError("must be NAME=DIR, with each NAME once")
+    return [f"{name}={Path(directory).absolute()}" for name, _, directory in pairs]
+
+
+# Texts NAME=DIR, one per line of a config.pbtxt. Directories become absolute.
+NamedDirectories = Annotated[list[str], BeforeValidator(_with_absolute)]
+
+
+def _as_parameter(value: Any) -> str:
+    if isinstance(value, list):
+        return "\n".join(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 class OptionTable(BaseModel):
     """A table of options. Make one with `from_options` or `from_parameters`."""
 
@@ -70,11 +88,7 @@ class OptionTable(BaseModel):
     def as_parameters(self) -> dict[str, str]:
         """Returns the options that were given, as texts by their keys in config.pbtxt. None is left out."""
         values = {key: getattr(self, name) for name, key in self.keys().items() if name in self.model_fields_set}
-        return {
-            key: str(value).lower() if isinstance(value, bool) else str(value)
-            for key, value in values.items()
-            if value is not None
-        }
+        return {key: _as_parameter(value) for key, value in values.items() if value is not None}
 
     @classmethod
     def keys(cls) -> dict[str, str]:
@@ -105,6 +119,8 @@ class EngineConfig(OptionTable):
     pipeline: Literal["auto", "serial", "run_ahead", "ping_pong"] = option(
         "auto", "Choose how drafting overlaps verification; auto follows the policy.", SPECULATION
     )
+    lora: NamedDirectories = option([], "Serve the LoRA adapter in DIR as NAME; repeatable.", values="NAME=DIR")
+    max_lora_rank: int = Field(default=64, ge=1, le=1024)  # adapters of a higher rank are refused
     max_num_seqs: int = option(32, "Decode at most this many requests together.", CAPACITY, ge=1, le=MAX_NUM_SEQS)
     max_queue_size: int = option(
         256, "Queue at most this many requests; 0 removes the limit.", CAPACITY, ge=0, le=1_000_000
@@ -127,3 +143,8 @@ class EngineConfig(OptionTable):
     )  # None: the cores of the partition
     # quick: only files whose time stamp is not the one in the manifest, as after a copy, are hashed.
     verify: Literal["quick", "full"] = option("quick", "Verify weights by size and time, or by hash.", CAPACITY)
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The directories of LoRA adapters, by name."""
+        return {name: Path(directory) for name, _, directory in (text.partition("=") for text in self.lora)}

@@ -91,6 +91,7 @@ class Request:
     wants_context_log_probs: bool = False  # the same, but of each row what log-probabilities tell
     wants_generation_logits: bool = False  # that each output token was drawn from, before processing
     wants_stats: bool = False  # with every output, not with the last one alone
+    lora_name: str = ""  # of a loaded adapter
     guide: str | None = None  # a grammar as text, to be compiled into sampling.grammar before the request is submitted
 
     def nth(self, index: int) -> Request:

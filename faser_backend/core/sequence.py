@@ -7,6 +7,7 @@ sampler state) from admission until it leaves; steps gather rows by slot.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +26,7 @@ class Sequence:
     request: Request
     token_ids: np.ndarray  # [num_prompt_tokens + max_tokens] int64, first num_tokens are valid
     num_tokens: int
+    adapter: Any = None  # of RowBatch.adapters
     slot: int = -1  # -1 while waiting
     target_len: int = 0  # leading tokens whose KV is in the target's pool
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
@@ -39,14 +41,14 @@ class Sequence:
     stats: RequestStats = field(default_factory=RequestStats)
 
     @classmethod
-    def from_request(cls, request: Request, arrival_ns: int) -> Sequence:
+    def from_request(cls, request: Request, arrival_ns: int, adapter: Any = None) -> Sequence:
         num_prompt = int(request.prompt_ids.size)
         token_ids = np.zeros(num_prompt + request.max_tokens, np.int64)
         token_ids[:num_prompt] = request.prompt_ids
         stats = RequestStats(arrival_ns=arrival_ns, num_prompt_tokens=num_prompt)
         # The last token that may be emitted is the one behind the draft.
         client_draft = () if request.max_draft_tokens == 0 else request.draft_ids[: request.max_tokens - 1]
-        return cls(request, token_ids, num_prompt, client_draft=client_draft, stats=stats)
+        return cls(request, token_ids, num_prompt, adapter, client_draft=client_draft, stats=stats)
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -197,9 +197,10 @@ class LogitRules:
         forbids_end = sampling.min_tokens > 0 and bool(end_ids)
         if sampling.logit_bias or forbids_end:
             bias = sampling.logit_bias or {}
+            values = [value if value == -np.inf else np.clip(value, -_MAX_BIAS, _MAX_BIAS) for value in bias.values()]
             self._rules[slot] = _SlotRules(
                 bias_ids=np.array(list(bias), np.int64),
-                bias_values=np.array([_bounded_bias(value) for value in bias.values()], np.float32),
+                bias_values=np.array(values, np.float32),
                 end_ids=np.array(end_ids, np.int64),
                 min_position=num_prompt_tokens + sampling.min_tokens if forbids_end else 0,
             )
@@ -308,7 +309,3 @@ class LogitRules:
         )
         if not is_whole:
             logits[where] = lines
-
-
-def _bounded_bias(value: float) -> float:
-    return value if value == -np.inf else min(max(value, -_MAX_BIAS), _MAX_BIAS)

@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from faser_backend.core.adapter import AdapterMatrices
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import TWO_PARTS, ModelSpec, rotary_tables
 from faser_backend.cpu.kernels import attention
+from faser_backend.cpu.kernels.adapters import StoredAdapter, adapter_arguments
 from faser_backend.cpu.kernels.attention import space_size, tile_rows
 from faser_backend.cpu.kernels.compilation import Kernel
 from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel, scratch_size
@@ -171,6 +173,10 @@ class LlvmRunner:
         """See core.ports.ModelRunner."""
         return hidden[kept]
 
+    def store_adapter(self, matrices: AdapterMatrices) -> StoredAdapter:
+        """See core.adapter.AdaptableRunner."""
+        return StoredAdapter(matrices, self.spec.num_layers)
+
     def check_integrity(self) -> None:
         self.pool.check_integrity()
 
@@ -210,7 +216,7 @@ class LlvmRunner:
         constants = (
             self._storage, self._weights.data, tables.matrices, self._end_matrices, tables.vectors,
             tables.vector_offsets, self._last_norm, self._cos, self._sin, attention_items(spec, counts, rows),
-            tables.sizes, self._eps, self._scale, candidates is not None,
+            tables.sizes, *adapter_arguments(rows, view), self._eps, self._scale, candidates is not None,
         )  # fmt: skip
         calls = [
             (

@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,9 @@ class _Endpoints:
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, _: Request) -> Response:
-        return Json({"object": "list", "data": [self._shown(self.client.model)]})
+        model = self.client.model
+        names = (model.name, *model.adapters)
+        return Json({"object": "list", "data": [self._shown(self._named(name)) for name in names]})
 
     async def model(self, request: Request) -> Response:
         return Json(self._shown(self._named(request.path_params["name"])))
@@ -142,13 +145,17 @@ class _Endpoints:
             "owned_by": "faser",
             "max_model_len": model.limits.max_context,
             "has_chat_template": model.tokenizer.chat_template is not None,
+            "parent": self.client.model.name if model.lora_name else None,
         }
 
     def _named(self, name: str | None) -> ServedModel:
-        """Returns the served model. Raises ApiError for another name."""
+        """Returns the model with the adapter of this name, or without one for its own name. Raises ApiError."""
         model = self.client.model
+        if name in model.adapters:
+            return replace(model, name=name, lora_name=name)
         if name is not None and name != model.name:
-            limit = f"is not served here; the model is {model.name!r}"
+            known = ", with adapter ".join(map(repr, (model.name, *model.adapters)))
+            limit = f"is not served here; the model is {known}"
             raise ApiError(f"model = {name[:80]!r}: {limit}", status=404, param="model", code="model_not_found")
         return model
 

@@ -131,6 +131,7 @@ def _choices(
             end_ids=() if body.ignore_eos else model.end_ids,
             max_draft_tokens=body.num_draft_tokens,
             draft_ids=draft_ids,
+            lora_name=model.lora_name,
             wants_log_probs=num_top is not None,
             wants_context_log_probs=num_top is not None and echoes,
             wants_generation_logits=bool(num_top),

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from faser_backend.openai.bodies import ConversationBody, FunctionTool, Tool
+from faser_backend.text.answer_stream import num_may_begin
 from faser_backend.text.guides import JSON_STYLE
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -121,7 +122,7 @@ class TaggedForm(ToolForm):
                 shown.append(OPEN + before + CLOSE)
             self._held, self._is_inside = behind, not self._is_inside
         if not self._is_inside:
-            num_ready = len(self._held) - _num_may_begin(self._held, OPEN)
+            num_ready = len(self._held) - num_may_begin(self._held, OPEN)
             shown.append(self._held[:num_ready])
             self._held = self._held[num_ready:]
         return "".join(shown), calls
@@ -280,8 +281,3 @@ def _json_values(text: str) -> list[object]:
     except (ValueError, RecursionError):
         return [None]
     return values
-
-
-def _num_may_begin(text: str, mark: str) -> int:
-    """Returns the number of characters at the end of the text with which the mark may begin."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)

@@ -11,11 +11,13 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from faser_backend.core.decision import PipelineMode
-from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
+from faser_backend.core.adapter import AdaptableRunner, AdapterMatrices
+from faser_backend.core.decision import WHOLE, PipelineMode
+from faser_backend.core.errors import ConfigError, ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Behind, Clock, Partition, Sampler
@@ -103,6 +105,7 @@ class Engine:
         self._inbox: deque[Sequence] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
         self._live: set[str] = set()  # submitted and not yet ended, guarded by _condition
+        self._adapters: dict[str, Any] = {}  # of RowBatch.adapters, by name
         self._condition = threading.Condition()
         self._sequences: dict[str, Sequence] = {}  # inside the engine, owned by the step thread
         self._in_flight = InFlight.empty()  # what a step left for the next one
@@ -115,7 +118,11 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Validates and queues a request. Raises RequestError or QueueFullError; nothing else moves."""
         request.validate(self.limits)
-        sequence = Sequence.from_request(request, self._ports.clock.now_ns())
+        adapter = self._adapters.get(request.lora_name)
+        if request.lora_name and adapter is None:
+            known = ", ".join(self._adapters) or "there is none"
+            raise RequestError("lora_name", request.lora_name, f"must be a loaded adapter: {known}")
+        sequence = Sequence.from_request(request, self._ports.clock.now_ns(), adapter)
         with self._condition:
             if request.request_id in self._live:
                 raise RequestError("request_id", request.request_id, "is already in use by a running request")
@@ -141,6 +148,13 @@ class Engine:
                 self._endings.append((request_id, reason))
                 self._condition.notify()
             return is_live
+
+    def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
+        """Makes an adapter known by its name. Raises ConfigError if the runtime takes none."""
+        target = self._ports.partitions[WHOLE].target
+        if not isinstance(target, AdaptableRunner):
+            raise ConfigError(f"lora = {name!r}: this engine's runtime computes no adapters; use runtime llvm")
+        self._adapters[name] = target.store_adapter(matrices)
 
     @property
     def num_waiting(self) -> int:

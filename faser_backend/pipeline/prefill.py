@@ -82,6 +82,7 @@ class Prefiller:
         stops = [chunk.start + chunk.num_tokens + is_end for chunk, is_end in zip(chunks, ends, strict=True)]
         tables = self._blocks.block_tables[[sequence.slot for sequence in sequences]]
         rows = token_range_rows(sequences, starts, stops, tables, with_logits=True)
+        rows.adapters = [each.adapter for each in sequences]
         self._times.lap("prefill_rows")
         return replace(rows, logit_rows=rows.logit_rows[ends])
 
@@ -103,7 +104,7 @@ class Prefiller:
         for start in range(first, first + num_tokens, most):
             stop = min(start + most, first + num_tokens)
             rows = token_range_rows([sequence], [start], [stop], tables, with_logits=False)
-            rows = replace(rows, logit_rows=np.arange(rows.num_rows))
+            rows = replace(rows, logit_rows=np.arange(rows.num_rows), adapters=[sequence.adapter])
             self._times.lap("prefill_rows")
             logits = self._sampler.to_host(run_model(target, rows))
             try:

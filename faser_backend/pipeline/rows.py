@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
@@ -81,7 +83,8 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
     num_rows = int(cu_rows[-1])
     is_uniform = num_rows == chains.size
     token_ids = chains.reshape(-1) if is_uniform else chains[np.arange(chains.shape[1]) < counts[:, None]]
-    return RowBatch(token_ids, cu_rows, batch.num_tokens - 1, batch.block_tables, np.arange(num_rows))
+    contexts, adapters = batch.num_tokens - 1, [each.adapter for each in batch.sequences]
+    return RowBatch(token_ids, cu_rows, contexts, batch.block_tables, np.arange(num_rows), adapters)
 
 
 def mixed_rows(rows: RowBatch, prompts: RowBatch) -> RowBatch:
@@ -98,6 +101,7 @@ def mixed_rows(rows: RowBatch, prompts: RowBatch) -> RowBatch:
         np.concatenate([rows.context_lens[:num_sequences], prompts.context_lens]),
         np.concatenate([rows.block_tables[:num_sequences], prompts.block_tables]),
         np.concatenate([rows.logit_rows[:num_rows], num_rows + prompts.logit_rows]),
+        [*rows.adapters[:num_sequences], *prompts.adapters],
     )
 
 
@@ -117,7 +121,7 @@ def keep_rows(rows: RowBatch, num_kept: np.ndarray) -> tuple[RowBatch, np.ndarra
     kept = np.flatnonzero(offsets < np.repeat(num_kept, counts))
     cu_rows = np.zeros_like(rows.cu_rows)
     np.cumsum(num_kept, out=cu_rows[1:])
-    shorter = RowBatch(rows.token_ids[kept], cu_rows, rows.context_lens, rows.block_tables, np.arange(kept.size))
+    shorter = replace(rows, token_ids=rows.token_ids[kept], cu_rows=cu_rows, logit_rows=np.arange(kept.size))
     return shorter, kept
 
 

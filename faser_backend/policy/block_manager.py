@@ -20,9 +20,7 @@ class PrefixMatch(NamedTuple):
     blocks: list[int]
     num_target_tokens: int
     num_draft_tokens: int
-
-
-NO_MATCH = PrefixMatch([], 0, 0)
+    root: bytes  # begins the digests of the prefix: another one for each adapter
 
 
 class BlockManager:
@@ -40,7 +38,7 @@ class BlockManager:
         self.can_reuse = can_reuse
         self.block_tables = np.zeros((max_num_seqs, max_blocks), np.int64)
         self._blocks: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self._digests: list[list[bytes]] = [[] for _ in range(max_num_seqs)]  # of a slot's published blocks
+        self._digests: list[list[bytes]] = [[] for _ in range(max_num_seqs)]  # of a slot: root, then published blocks
         self._num_drafted = [0] * max_num_seqs  # a slot's blocks that hold the draft's KV too
         self._ref_counts = [0] * num_blocks
         self._is_free = bytearray(b"\1" * num_blocks)
@@ -65,11 +63,11 @@ class BlockManager:
     def num_blocks_of(self, slot: int) -> int:
         return len(self._blocks[slot])
 
-    def match(self, token_ids: np.ndarray, num_tokens: int) -> PrefixMatch:
+    def match(self, token_ids: np.ndarray, num_tokens: int, root: bytes = b"") -> PrefixMatch:
         """Returns the longest published prefix within token_ids[: num_tokens - 1]; the anchor is always run."""
         blocks: list[int] = []
         num_draft_blocks = 0
-        digest = b""
+        digest = root
         if self.can_reuse:
             for index in range((num_tokens - 1) // self.block_size):
                 digest = self._digest(digest, token_ids, index)
@@ -80,7 +78,7 @@ class BlockManager:
                     num_draft_blocks += 1
                 blocks.append(block)
         size = self.block_size
-        return PrefixMatch(blocks, len(blocks) * size, num_draft_blocks * size)
+        return PrefixMatch(blocks, len(blocks) * size, num_draft_blocks * size, root)
 
     def num_needed_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
         """Returns the blocks that an admission with this match takes out of `num_free_blocks`."""
@@ -90,10 +88,9 @@ class BlockManager:
     def admit(self, slot: int, match: PrefixMatch, token_ids: np.ndarray, num_tokens: int) -> None:
         """Gives an empty slot the matched blocks and new ones up to num_tokens, which must be free."""
         assert not self._blocks[slot], f"slot {slot} still holds blocks"
-        digest = b""
+        digests = self._digests[slot] = [match.root]
         for index, block in enumerate(match.blocks):
-            digest = self._digest(digest, token_ids, index)
-            self._digests[slot].append(digest)
+            digests.append(self._digest(digests[-1], token_ids, index))
             self._cached.pop(block, None)
             self._ref_counts[block] += 1
         self._blocks[slot] = list(match.blocks)
@@ -136,8 +133,8 @@ class BlockManager:
         if not self.can_reuse:
             return
         digests, blocks, num_drafted = self._digests[slot], self._blocks[slot], draft_len // self.block_size
-        for index in range(len(digests), target_len // self.block_size):
-            digest = self._digest(digests[-1] if digests else b"", token_ids, index)
+        for index in range(len(digests) - 1, target_len // self.block_size):
+            digest = self._digest(digests[-1], token_ids, index)
             digests.append(digest)
             block = blocks[index]
             if digest not in self._published:

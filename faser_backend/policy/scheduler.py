@@ -13,7 +13,7 @@ from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.policy.block_manager import NO_MATCH, BlockManager
+from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
 FIRST_ROWS = 64  # of prompts beside decodes, before their time is known
@@ -168,10 +168,8 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            if sequence.owes_context_logits:  # every position of its prompt is run
-                match = NO_MATCH
-            else:
-                match = self.blocks.match(sequence.token_ids, sequence.num_tokens)
+            num_tokens = 0 if sequence.owes_context_logits else sequence.num_tokens  # 0: every position is run
+            match = self.blocks.match(sequence.token_ids, num_tokens, sequence.request.lora_name.encode())
             if not self._has_room(sequence, self.blocks.num_needed_blocks(match, sequence.num_tokens)):
                 return
             self.waiting.popleft()

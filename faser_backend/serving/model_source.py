@@ -69,7 +69,8 @@ def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} = {value!r}: an engine is built already; name a checkpoint as MODEL")
         return {"engine_dir": run.engine_dir if run.model is None else path, "draft": run.draft}
-    build = {"runtime": runtime_here()} | build
+    has_gpu = GPU_DEVICE.exists() and find_spec("torch") is not None
+    build = {"runtime": "torch" if has_gpu else DEFAULT_RUNTIME} | build
     head = next((data_folder() / "models" / head for name, head in HEADS.items() if name in run.model.lower()), None)
     with shown_phases(None if log_format == "text" else partial(line_logger(log_format, "serve"), "INFO")):
         target, drafting = _open_source("MODEL", run.model), None
@@ -162,11 +163,6 @@ def local_source(name: str, path: Path) -> Source:
         temporary.write_text(hashlib.sha256(hashes.encode()).hexdigest())
         temporary.rename(stored)
     return Source(name, path, stored.read_text())
-
-
-def runtime_here() -> str:
-    """Returns the runtime that models by name are built for: torch if an NVIDIA GPU and torch are here."""
-    return "torch" if GPU_DEVICE.exists() and find_spec("torch") is not None else DEFAULT_RUNTIME
 
 
 def cached_engine(

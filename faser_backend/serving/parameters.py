@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from faser_backend.core.config import CAPACITY, EngineConfig, Option, OptionTable, option
-from faser_backend.serving.access import ALSO_RESTRICTABLE, GrpcTls, random_key, read_admin_key
+from faser_backend.serving.access import ALSO_RESTRICTABLE, random_key, read_admin_key
 
 SERVER, ACCESS, CONTRACT, OPENAI = "Server", "Access", "Triton's contract", "OpenAI's API"
 ARGUMENTS = "Arguments"  # the section of options that are given by their position
@@ -116,11 +116,6 @@ class ServeOptions(OptionTable):
     def restricted(self) -> tuple[str, ...]:
         """The names in --restrict, not checked."""
         return tuple(name.strip() for name in (self.restrict or "").split(",") if name.strip())
-
-    @property
-    def grpc_tls(self) -> GrpcTls | None:
-        """The files of --grpc-tls-*. Raises ConfigError for a missing one."""
-        return GrpcTls.of(self.grpc_tls_cert, self.grpc_tls_key, self.grpc_tls_root)
 
 
 class OpenAIOptions(OptionTable):

@@ -27,6 +27,8 @@ class ServedModel:
     end_ids: tuple[int, ...]
     kv_block_size: int
     max_text_bytes: int  # of one prompt or conversation before it is tokenised
+    adapters: tuple[str, ...] = ()  # names; an adapter's lora_task_id is its position, counted from 1
+    lora_name: str = ""  # the adapter that its requests use
 
     @classmethod
     def of(

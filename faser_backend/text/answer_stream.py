@@ -104,7 +104,7 @@ class StopMatcher:
             start, end = match
             self.matched = seen[start:end]
             return seen[sent : max(sent, end if self._includes_stop else start)], True
-        held = 0 if self._includes_stop else self._num_may_become_stop(seen)
+        held = 0 if self._includes_stop else max(num_may_begin(seen, stop) for stop in self._stops)
         ready = seen[sent : len(seen) - held]
         self._tail = seen[max(0, len(seen) - self._num_tail) :] if self._num_tail else ""
         self._num_unsent = held
@@ -125,15 +125,10 @@ class StopMatcher:
                 best = candidate if best is None else min(best, candidate)
         return None if best is None else (best[1], best[0])
 
-    def _num_may_become_stop(self, seen: str) -> int:
-        for num_chars in range(min(self._num_tail, len(seen)), 0, -1):
-            ending = seen[len(seen) - num_chars :]
-            for stop in self._stops:  # the longest first
-                if len(stop) < num_chars:
-                    break
-                if stop.startswith(ending):
-                    return num_chars
-        return 0
+
+def num_may_begin(text: str, mark: str) -> int:
+    """Returns the number of characters at the end of the text with which the mark may begin."""
+    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
 
 
 class TextPiece(NamedTuple):

@@ -8,7 +8,7 @@ llmapi contract translates its names and is read here too. A batch is several pr
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -151,6 +151,7 @@ def _parse_row(tensors: Tensors, request_id: str, handshake: Handshake, *, is_ll
         wants_context_log_probs=_flag(tensors, "return_context_log_probs"),
         wants_generation_logits=_flag(tensors, "return_generation_logits"),
         wants_stats=_flag(tensors, "return_perf_metrics"),
+        lora_name=_read_lora(tensors, handshake.model.adapters),
         guide=_read_guide(tensors),
     )
     if request.max_tokens < asked:
@@ -277,6 +278,15 @@ def _read_sampling(tensors: Tensors, handshake: Handshake, *, is_llm_api: bool) 
         logit_bias=_read_logit_bias(tensors, handshake),
         bad_words=bad_words + read_word_ids(tensors, "bad_words_list", MAX_BAD_TOKENS),
     )
+
+
+def _read_lora(tensors: Tensors, names: Sequence[str]) -> str:
+    """Returns the adapter's name. It is given, or counted in the order of loading."""
+    task_id = int(read_scalar(tensors, "lora_task_id", default=0))
+    if not 0 <= task_id <= len(names):
+        limit = f"LoRA task {task_id} not found in cache; --lora has loaded {len(names)}, whose ids count from 1"
+        raise RequestError("lora_task_id", task_id, limit)
+    return names[task_id - 1] if task_id else read_text("lora_name", read_scalar(tensors, "lora_name", default=b""))
 
 
 def _read_guide(tensors: Tensors) -> str | None:
@@ -416,13 +426,13 @@ class Unsupported(NamedTuple):
     is_neutral: Callable[[np.ndarray], bool]
 
 
-_ENCODER, _IMAGES, _LORA = "encoder-decoder models", "images and videos", "LoRA adapters"
+_ENCODER, _IMAGES, _LORA = "encoder-decoder models", "images and videos", "LoRA adapters by request"
 _PROMPT_TABLE, _RETENTION = "prompt tables", "KV retention priorities"
 _DRAFT_LOGITS = "accepting draft tokens by their logits"
 UNSUPPORTED = {
     name: Unsupported(feature, is_neutral)
     for feature, is_neutral, names in (
-        (_LORA, _is_blank, "lora_task_id lora_id lora_name lora_path lora_ckpt_source"),
+        (_LORA, _is_blank, "lora_id lora_path lora_ckpt_source"),
         (_LORA, _is_empty, "lora_weights lora_config"),
         ("logits post-processors", _is_blank, "sampling_param_logits_post_processor_name"),
         (_PROMPT_TABLE, _is_empty, "prompt_embedding_table"),

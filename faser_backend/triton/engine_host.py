@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from faser_backend.core.config import EngineConfig
+from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.engine_loop import EngineLoop
@@ -35,6 +37,9 @@ class EngineHost:
             num_blocks = max(1, options.max_tokens_in_paged_kv_cache // manifest.kv_block_size)
             config = config.model_copy(update={"num_kv_blocks": num_blocks})
         folder = engine_dir.resolve()
+        name = options.model_name or folder.name
+        if name in config.adapters:
+            raise ConfigError(f"lora = {name!r}: must not be the name of the model itself")
         prompts = PromptFormat.load(
             engine_dir,
             manifest,
@@ -43,10 +48,9 @@ class EngineHost:
         )
         self._tokenizer = TextTokenizer.from_file(folder / manifest.tokenizer.name, prompts)
         engine = open_engine(engine_dir, manifest, config)
+        model = ServedModel.of(name, manifest, engine.limits, self._tokenizer, options.max_text_bytes)
         self.handshake = Handshake(
-            ServedModel.of(
-                options.model_name or folder.name, manifest, engine.limits, self._tokenizer, options.max_text_bytes
-            ),
+            replace(model, adapters=tuple(config.adapters)),
             max_queue_size=config.max_queue_size,
             out_of_vocab=options.out_of_vocab,
             excludes_input=options.exclude_input_in_output,

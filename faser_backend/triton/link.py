@@ -187,7 +187,7 @@ class LinkServer:
     def wait_for_disconnects(self, timeout_s: float) -> None:
         """Waits until every frontend has its last answer and has disconnected, to use the new engine."""
         deadline_s = time.monotonic() + timeout_s
-        while (num_left := self._num_frontends()) and time.monotonic() < deadline_s:
+        while (num_left := sum(reader.is_alive() for _, reader, _ in self._served)) and time.monotonic() < deadline_s:
             time.sleep(DISCONNECT_POLL_S)
         if num_left:
             _log.warning("disconnecting %d frontends that still wait for answers after %.0f s", num_left, timeout_s)
@@ -218,9 +218,6 @@ class LinkServer:
             reader.start()
             writer.start()
             self._served.append((subscription, reader, writer))
-
-    def _num_frontends(self) -> int:
-        return sum(reader.is_alive() for _, reader, _ in self._served)
 
     def _read(self, frames: FrameSocket, subscription: Subscription) -> None:
         try:

@@ -36,6 +36,7 @@ _INPUTS = {  # theirs -> ours
     "sampling_param_exclude_input_from_output": "exclude_input_in_output",
     "sampling_param_return_perf_metrics": "return_perf_metrics",
     "return_cumulative_logprob": "return_log_probs",
+    "lora_name": "lora_name",
 }
 _OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
 _FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}

@@ -164,7 +164,7 @@ def launch_text(text: str, *, is_decoupled: bool, parameters: Mapping[str, str])
     values = {**TRUTHS, DECOUPLED_KEY: str(is_decoupled).lower(), **given}
     has_batch = f"${{{BATCH_SIZE_KEY}}}" in text
     for name, value in values.items():
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         text = text.replace(f'"${{{name}}}"', f'"{escaped}"')
     if has_batch:
         text += f"max_batch_size: {ModelOptions.from_parameters(values).triton_max_batch_size}\n"

@@ -7,6 +7,7 @@ closes after its last answer. Until then both are in memory.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from faser_backend.core.config import EngineConfig
@@ -20,9 +21,10 @@ from faser_backend.triton.server import ENGINE_MODEL
 DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 
 
-def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> Path:
-    """Loads this directory into the server, with its other options unchanged. Returns the directory that it replaces.
+def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lora: Sequence[str] = ()) -> Path:
+    """Loads this directory into the server, with other options unchanged. Returns the directory that it replaces.
 
+    lora: adapters instead of those that are loaded, if there are any.
     Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. After
     an error the old engine keeps serving.
     """
@@ -32,18 +34,14 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float) -> 
     if served is None:
         raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: its configuration names no directory")
     new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None)
-    _check_vocabulary(Path(served), new)
+    # The OpenAI server and clients keep sending the old ids, so another vocabulary needs another server.
+    old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (Path(served), new))
+    if old_hash != new_hash:
+        limit = f"vocabulary {new_hash} differs from the running engine's, {old_hash}; start another server for it"
+        raise ConfigError(f"--engine-dir = {new}: {limit}")
     config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
+    if lora:
+        config["parameters"]["lora"] = {"string_value": "\n".join(lora)}
     config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton ignores an unchanged configuration
     admin.load(ENGINE_MODEL, config, timeout_s)
     return Path(served)
-
-
-def _check_vocabulary(served: Path, new: Path) -> None:
-    """Raises ConfigError for another vocabulary, because the OpenAI server and clients keep sending the old ids."""
-    old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (served, new))
-    if old_hash != new_hash:
-        raise ConfigError(
-            f"--engine-dir = {new}: vocabulary {new_hash} differs from the running engine's, {old_hash}; start another "
-            "server for it"
-        )

@@ -97,7 +97,8 @@ class Reply:
             self._sent_text += text
             text = self._sent_text
         if not (self.parsed.is_streaming or self.parsed.excludes_input):
-            text = self._prompt_text() + text
+            given, prompt_ids = self.parsed.prompt_text, self.parsed.request.prompt_ids
+            text = (self._tokenizer.decode(prompt_ids.tolist()) if given is None else given) + text
         return text
 
     def _render_ids(self) -> list[NamedArray]:
@@ -119,11 +120,6 @@ class Reply:
             arrays.append(("generation_logits", np.concatenate(self._generation_logits)[None, None]))
         self._are_context_logits_new, self._context_log_probs, self._generation_logits = False, None, []
         return arrays
-
-    def _prompt_text(self) -> str:
-        if self.parsed.prompt_text is not None:
-            return self.parsed.prompt_text
-        return self._tokenizer.decode(self.parsed.request.prompt_ids.tolist())
 
 
 def merge(responses: Sequence[list[NamedArray]], batch_size: int) -> list[NamedArray]:

@@ -150,20 +150,6 @@ def test_probabilities_follow_the_reference(seed: int) -> None:
         np.testing.assert_allclose(probs[row], expected / expected.sum(), atol=1e-5)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.integers(0, 2**32))
-def test_tokens_follow_the_reference(seed: int) -> None:
-    scene = Scene(seed)
-    token_ids = scene.sampler.sample(scene.logits, scene.rows)
-    source = GumbelNoise(VOCAB)
-    for row, token_id in enumerate(token_ids.tolist()):
-        scores = np.array(scene.expected_scores(row))
-        sampling = scene.sampling[int(scene.rows.sequence[row])]
-        if not sampling.is_greedy:
-            scores += source.gumbel(np.array([sampling.seed], np.uint64), scene.rows.positions[row : row + 1])[0]
-        assert scores[token_id] >= scores.max() - 1e-4  # float32 may flip a near-tie
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32))
 def test_rows_do_not_depend_on_their_batch(seed: int) -> None:
@@ -172,11 +158,15 @@ def test_rows_do_not_depend_on_their_batch(seed: int) -> None:
     token_ids = scene.sampler.sample(scene.logits, scene.rows)
     probs = scene.sampler.probabilities(scene.logits, scene.rows)
     log_probs = scene.sampler.log_probs(scene.logits, token_ids)
+    drawn = scene.sampler.sample_draft(scene.logits, scene.rows, 4)
     for row in range(token_ids.size):
         single, logits = scene.single(row), scene.logits[row : row + 1]
         assert scene.sampler.sample(logits, single).tolist() == [token_ids[row]]
         assert np.array_equal(scene.sampler.probabilities(logits, single)[0], probs[row])
         assert scene.sampler.log_probs(logits, token_ids[row : row + 1]).tolist() == [log_probs[row]]
+        alone = scene.sampler.sample_draft(logits, single, 4)
+        assert alone.margins[0] == drawn.margins[row] and alone.tokens[0] == drawn.tokens[row]
+        assert np.array_equal(np.array(alone.candidates)[0], np.array(drawn.candidates)[row])
     assert np.array_equal(scene.logits, before)
 
 
@@ -249,10 +239,6 @@ class TestEdges:
             temperature=extreme, repetition_penalty=1e-300, logit_bias={0: 1e308, 1: -1e308}, frequency_penalty=-100.0
         )
         assert draw_one(single_slot(sampling), 1.0, 2.0, -3.0, 4.0) == 0
-
-    @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(top_k=2)])
-    def test_huge_and_forbidden_logits(self, sampling: Sampling) -> None:
-        assert draw_one(single_slot(sampling), NEG_INF, 1e30, NEG_INF, -1e30) == 1
 
     def test_everything_forbidden_falls_back_to_the_raw_logits(self) -> None:
         sampling = Sampling(logit_bias={0: NEG_INF, 1: NEG_INF, 2: NEG_INF}, bad_words=((3,),))
@@ -372,19 +358,6 @@ def test_tokens_margins_and_candidates_follow_the_reference(seed: int, num_candi
         np.testing.assert_allclose(scores[named], np.sort(scores)[::-1][:num_candidates], atol=1e-3)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 2**32))
-def test_drafted_rows_do_not_depend_on_their_batch(seed: int) -> None:
-    scene = Scene(seed)
-    together = scene.sampler.sample_draft(scene.logits, scene.rows, 4)
-    assert together.candidates is not None
-    for row in range(together.tokens.size):
-        alone = scene.sampler.sample_draft(scene.logits[row : row + 1], scene.single(row), 4)
-        assert alone.candidates is not None
-        assert alone.margins[0] == together.margins[row] and alone.tokens[0] == together.tokens[row]
-        assert np.array_equal(alone.candidates[0], together.candidates[row])
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 2**32), st.integers(2, 6))
 def test_candidate_margins_follow_the_reference(seed: int, num_candidates: int) -> None:
@@ -404,20 +377,6 @@ def test_candidate_margins_follow_the_reference(seed: int, num_candidates: int) 
             for column, token in enumerate(candidates[row].tolist())
         ]
         assert leads[row] == pytest.approx(noisy[0] - max(noisy[1:]), abs=1e-4)
-
-
-def test_a_lead_over_the_drafts_own_candidates_is_its_margin() -> None:
-    sampler = NumpySampler(64, 3)
-    for slot, temperature in enumerate((0.0, 0.7, 1.6)):
-        sampler.add(slot, Sampling(temperature=temperature, seed=slot), np.array([1]), 1, ())
-    rng = np.random.default_rng(4)
-    rows = one_row_each(rng.integers(0, 3, 40), rng.integers(1, 90, 40))
-    logits = rng.normal(0, 2, (40, 64)).astype(np.float32)
-    drawn = sampler.sample_draft(logits, rows, 4)
-    assert drawn.candidates is not None
-    scores = np.take_along_axis(logits, drawn.candidates, axis=1)
-    leads = sampler.candidate_margins(scores, drawn.candidates, rows, with_noise=True)
-    np.testing.assert_allclose(leads, drawn.margins, atol=1e-4)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7), Sampling(temperature=0.7, top_k=2)])
@@ -482,15 +441,3 @@ def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
         assert all(np.array_equal(a, b) for a, b in zip(scoring.result(), scored, strict=True))
     for scene in scenes:
         scene.sampler.check_integrity()
-
-
-@pytest.mark.parametrize("num_candidates", [0, 1, 2, 4])
-def test_logits_of_plain_greedy_rows_stay_as_they_were(num_candidates: int) -> None:
-    """Only these rows share the caller's array."""
-    sampler = NumpySampler(50, 2)
-    sampler.add(0, Sampling(), np.array([1]), 1, ())
-    logits = np.random.default_rng(5).normal(0, 3, (9, 50)).astype(np.float32)
-    before = logits.copy()
-    drawn = sampler.sample_draft(logits, one_row_each(np.zeros(9, np.int64)), num_candidates)
-    assert np.array_equal(logits, before)
-    assert np.array_equal(drawn.margins, -np.diff(np.sort(before)[:, -1:-3:-1])[:, 0])

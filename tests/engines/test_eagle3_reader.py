@@ -89,8 +89,6 @@ TENSORS: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
         lambda t: t.update({"midlayer.self_attn.k_proj.weight": torch.zeros(16, 32)}),
         ("midlayer.self_attn.k_proj.weight", "[16, 32]", "[16, 64]"),
     ),
-    "no_hidden_norm": (lambda t: t.pop("midlayer.hidden_norm.weight"), ("midlayer.hidden_norm.weight", "missing")),
-    "no_head": (lambda t: t.pop("lm_head.weight"), ("lm_head.weight", "missing")),
     "unknown": (lambda t: t.update({"fc.bias": torch.zeros(32)}), ("fc.bias", "no part")),
     "not_finite": (lambda t: t["fc.weight"].fill_(float("nan")), ("fc.weight[0, 0]", "finite")),
     "no_map": (lambda t: (t.pop("d2t"), t.pop("t2d")), ("d2t is missing", "40 of 97")),

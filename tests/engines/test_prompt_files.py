@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.serving_pair import MAX_CONTEXT
 
-ROOT = Path(__file__).resolve().parents[2]
 LONG = "x" * 2000  # more tokens than the tiny pair's context
 QUESTIONS = [
     {"question_id": 2, "category": "math", "turns": ["How much is 2 + 2?", "Are you sure?"]},
@@ -57,12 +54,9 @@ def test_files_are_read_as_they_are_written(tmp_path: Path, questions: Path):
     ("content", "message"),
     [
         ("", "the file holds no prompts"),
-        (" \n\n", "the file holds no prompts"),
         ('{"prompt": "a"}\nhello\n', "line 2: not JSON .*only files named .txt hold plain lines"),
         ('{"prompt": "a"}\n\n["b"]\n', 'line 3: must be a JSON object with "turns", "prompt" or "text"'),
-        ('{"question": "a"}', 'line 1: must be a JSON object with "turns", "prompt" or "text"'),
         ('{"turns": []}', r"line 1: turns = \[\]: must be text, not empty"),
-        ('{"turns": "a"}', "line 1: turns = 'a': must be text"),
         ('{"turns": [3, "a"]}', r"line 1: turns = \[3, 'a'\]: must be text, not empty"),
         ('{"prompt": " "}', "line 1: prompt = ' ': must be text, not empty"),
         ('{"text": "a", "category": 7}', "line 1: category = 7: must be text"),
@@ -134,21 +128,3 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
         load(questions, engine_dir, max_prompt_tokens=0)
     with pytest.raises(ConfigError, match=f"max_context = {MAX_CONTEXT}: no room for a prompt and 600 answer tokens"):
         load(questions, engine_dir, max_tokens=600)
-
-
-def test_comparisons_refuse_bad_prompts_in_one_line(engine_dir: Path, tmp_path: Path):
-    command = [sys.executable, "-m", "faser_backend.lab.checks.compare", str(engine_dir)]
-    given = ["--prompts", str(tmp_path / "nowhere.jsonl"), "--output", str(tmp_path)]
-    done = subprocess.run([*command, *given], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == f"error: prompts {tmp_path / 'nowhere.jsonl'}: missing\n"
-
-
-def test_spec_bench_is_read_where_it_is_present():
-    path = ROOT.parent / "shared" / "data" / "spec_bench" / "question_even.jsonl"
-    if not path.is_file():
-        pytest.skip("Spec-Bench is not beside this checkout")
-    prompts = read_prompts(path)
-    categories = {prompt.category for prompt in prompts}
-    assert len(prompts) == 240 and len(categories) == 13
-    assert {prompt.category for prompt in interleaved(prompts)[:13]} == categories

@@ -151,12 +151,9 @@ def without(end: str) -> Callable[[Tensors], object]:
 
 MALFORMED: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("awq_32", without(".scales"), f"tensor {UP}.scales is missing"),
-    ("packed_4_zeros", without(".weight_shape"), f"tensor {UP}.weight_shape is missing"),
-    ("fp8_blocks", without(".weight_scale"), f"tensor {UP}.weight_scale is missing"),
     ("awq_32", change(".qweight", lambda t: t[:64]), f"{UP}.scales has shape"),
     ("awq_32", change(".qweight", lambda t: t.flatten()), f"{UP}.qweight has shape [4096]: must be a matrix"),
     ("awq_32", change(".qzeros", lambda t: t.to(torch.int8)), f"{UP}.qzeros has dtype I8"),
-    ("awq_32", change(".scales", lambda t: t.T), f"{UP}.scales has shape"),
     ("awq_32", change(".scales", lambda t: t * torch.nan), f"{UP}.scales[0, 0] = nan: must be finite"),
     ("gptq_4", change(".g_idx", lambda t: t + 1), f"{UP}.g_idx[0] = 1: must lie in [0, 0]"),
     ("packed_8", change(".weight_shape", lambda t: t * 2), f"{UP}.weight_packed has shape"),

@@ -33,7 +33,7 @@ from faser_backend.lab.bench.wire import make_request
 from faser_backend.lab.checks.servers import LoadClient, serve_all
 from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import Contestant, Sizing, choose_contestants, split_names
-from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns, turn_orders
+from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns
 from faser_backend.lab.peers.programs import body_of
 from faser_backend.lab.steps import StepLog, StepNote, count_lost, figures
 from faser_backend.policy import registry
@@ -102,15 +102,6 @@ def test_report_is_one_file_that_says_what_it_is(output: Path, bench):
         assert text in html
     assert "had only guesses" in html  # these engines were never profiled
     assert "rag 1 of 1" in html and "question.jsonl, as messages" in html  # what was left out, what is asked
-
-
-def test_results_are_given_by_category(bench):
-    assert bench["meta"]["prompts"]["categories"] == {"math": 2, "writing": 1}
-    for row in bench["rows"]:
-        categories = row["categories"]
-        assert set(categories) == (set() if row["load"] == "bursty" else {"math", "writing"})
-        assert not categories or sum(each["num_answers"] for each in categories.values()) == row["num_jobs"]
-        assert row["policy"] != "none" or all(each["speedup"] == 1.0 for each in categories.values())
 
 
 def test_the_oracle_drafts_what_it_saw_accepted(bench):
@@ -352,10 +343,6 @@ def test_an_error_ends_all_and_stops_no_clock(machine: MachineTime):
     before = [clock.now_ns() for clock in clocks.values()]
     machine.s += 1.0
     assert [clock.now_ns() - ns for clock, ns in zip(clocks.values(), before, strict=True)] == [10**9, 10**9]
-
-
-def test_another_one_begins_each_repeat():
-    assert list(turn_orders(["a", "b", "c"], 2)) == [["a", "b", "c"], ["b", "c", "a"]]
 
 
 def test_turns_change_no_answer_and_idle_time_is_not_waited_for(engine_dir: Path):

@@ -137,14 +137,3 @@ def test_draw_never_returns_a_token_without_weight() -> None:
     weights = np.array([[0.0, 0.3, 0.0, 0.7, 0.0]] * 4)
     extremes = np.array([np.nextafter(0.0, 1.0), 0.3 - 1e-12, 0.3 + 1e-12, np.nextafter(1.0, 0.0)])
     assert draw(weights, extremes).tolist() == [1, 1, 3, 3]
-
-
-def test_identical_distributions_always_accept() -> None:
-    rng = np.random.default_rng(0)
-    probs = rng.dirichlet(np.ones(9), 500).astype(np.float32)
-    drafted = draw(probs, rng.random(500))[:, None]
-    frontier = Frontier.whole(drafted, np.ones(500, np.int64), probs[:, None])
-    result = accept_by_rejection(
-        frontier, np.repeat(probs, 2, axis=0), np.arange(0, 1001, 2), rng.random(1000), rng.random(1000)
-    )
-    assert (result.num_accepted == 1).all()

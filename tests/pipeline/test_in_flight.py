@@ -11,7 +11,7 @@ from faser_backend.core.decision import Decision
 from faser_backend.core.frontier import CLIENT, Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.in_flight import join, merge, split, stack, surviving, without_bonus
+from faser_backend.pipeline.in_flight import merge, split, stack, surviving, without_bonus
 from tests.support.harness import request
 
 Chain = tuple[list[int], int, list]  # tokens, rows; margins, candidates and probabilities where known
@@ -64,19 +64,6 @@ def test_split_finds_each_sequence_its_chain(seed: int):
     assert chains(waiting.frontier) == [chain_of[sequence] for sequence in waiting.sequences]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_join_and_split_undo_each_other(seed: int):
-    rng = np.random.default_rng(seed)
-    first, second = sequences(int(rng.integers(0, 4))), sequences(int(rng.integers(0, 4)))
-    chains_of_first = random_frontier(rng, len(first), shortest=1) if first else Frontier.empty(0)
-    chains_of_second = random_frontier(rng, len(second), shortest=1) if second else Frontier.empty(0)
-    both = join(InFlight(first, chains_of_first), InFlight(second, chains_of_second))
-    assert both.sequences == first + second
-    ready, waiting = split(both, first)
-    assert chains(ready)[: len(first)] == (chains(chains_of_first) if first else [])
-    assert chains(waiting.frontier) == (chains(chains_of_second) if second else [])
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_merge_takes_the_chain_that_is_there(seed: int):
     rng = np.random.default_rng(seed)
@@ -98,14 +85,6 @@ def test_stack_drops_what_one_side_does_not_know():
         for stacked in (stack(full, partner), stack(partner, full)):
             assert stacked.candidates is None
             assert stacked.margins is not None and stacked.draft_probs is not None
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_empty_chains_know_everything(first: bool):
-    full = random_frontier(np.random.default_rng(1), 3, shortest=1)
-    empty = Frontier.empty(2)
-    stacked = stack(empty, full) if first else stack(full, empty)
-    assert chains(stacked) == ([EMPTY, EMPTY, *chains(full)] if first else [*chains(full), EMPTY, EMPTY])
 
 
 def accepted(counts: list[int]) -> Acceptance:

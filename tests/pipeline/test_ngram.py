@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from faser_backend.core.decision import WHOLE, PipelineMode
+from faser_backend.core.decision import PipelineMode
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import Partition
@@ -60,21 +60,6 @@ def test_index_answers_as_a_search_of_the_whole_text(pieces, chain, num_tokens, 
         assert index.continuation(chain, num_tokens) == searched(text + chain, num_tokens, lengths)
         assert index.continuation([], num_tokens) == searched(text, num_tokens, lengths)
         assert len(index) == len(text)
-
-
-def test_longest_match_first_then_the_most_recent_one():
-    index = NgramIndex(1, 3)
-    index.extend([7, 1, 2, 3, 8, 2, 3, 9, 3, 5, 1, 2, 3])
-    assert index.continuation([], 2) == ([8, 2], 3), "three tokens agree, though 3 was last followed by 5"
-    assert index.continuation([5], 1) == ([1], 2)
-    assert index.continuation([9], 3) == ([3, 5, 1], 3), "a chain counts as text: 2, 3, 9 again"
-    assert index.continuation([4], 3) == ([], 0)
-
-
-def test_a_run_goes_on_as_a_run():
-    index = NgramIndex(1, 3)
-    index.extend([5, 1, 2, 1, 2])
-    assert index.continuation([], 5) == ([1, 2, 1, 2, 1], 2)
 
 
 # -- the proposer ----------------------------------------------------------------------------------------
@@ -168,8 +153,3 @@ def test_a_periodic_text_is_drafted_right(mode: PipelineMode):
     assert drive(fake.engine, requests).tokens == drive(plain, requests).tokens
     metrics = fake.engine.metrics()
     assert metrics.num_accepted > 0.6 * metrics.num_drafted > 0
-
-
-def test_partition_needs_no_draft(case: Case):
-    fake = open_forced("fixed:4", forced(SERIAL), has_ngrams=True)
-    assert fake.step_runner.partitions[WHOLE].draft is None

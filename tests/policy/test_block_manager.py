@@ -20,15 +20,6 @@ def admit(blocks: BlockManager, slot: int, tokens: np.ndarray) -> int:
     return match.num_target_tokens
 
 
-def test_grow_takes_nothing_when_blocks_are_short():
-    blocks = manager(num_blocks=3)
-    assert blocks.grow(0, 8)
-    assert not blocks.grow(1, 5 + SIZE)
-    assert blocks.num_blocks_of(1) == 0
-    assert blocks.num_free_blocks == 1
-    blocks.check_integrity()
-
-
 def test_published_prefix_is_shared_and_survives_its_owner():
     blocks = manager()
     tokens = np.arange(10)
@@ -49,16 +40,6 @@ def test_the_anchor_is_never_reused():
     admit(blocks, 0, tokens)
     blocks.publish(0, tokens, 8, 8)
     assert blocks.match(tokens, 8).num_target_tokens == 4
-
-
-def test_a_different_first_block_shares_nothing():
-    blocks = manager()
-    tokens = np.arange(12)
-    admit(blocks, 0, tokens)
-    blocks.publish(0, tokens, 12, 12)
-    other = tokens.copy()
-    other[0] = 99
-    assert blocks.match(other, 12).blocks == []
 
 
 def test_a_prefix_that_any_sequence_s_draft_has_read_is_offered_to_drafts():

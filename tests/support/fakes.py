@@ -26,7 +26,7 @@ class HashRunner:
     shared model.
 
     exit_noise: deviation of exit scores from the final logits. pools: of a runner that shares its K/V, as two
-    partitions do. `fails_on_token` and `fails_at_call` (from 1) make a call raise.
+    partitions do. `fails_at_call` (from 1) makes a call raise.
     """
 
     def __init__(
@@ -54,7 +54,6 @@ class HashRunner:
         self.pools = pools or [np.full((num_blocks, block_size), -1, np.int64) for _ in num_layers]
         self.num_calls = 0
         self.num_row_layers = 0
-        self.fails_on_token: int | None = None
         self.fails_at_call: int | None = None
         self.known = _KNOWN.setdefault((vocab_size, memory, noise), {})
         self._is_running = threading.Lock()
@@ -116,8 +115,7 @@ class HashRunner:
         assert rows.token_ids.min() >= 0 and rows.token_ids.max() < self.vocab_size
         self.num_calls += 1
         self.num_row_layers += rows.num_rows * self.num_layers[segment]
-        is_cursed = self.fails_on_token is not None and (rows.token_ids == self.fails_on_token).any()
-        if is_cursed or self.num_calls == self.fails_at_call:
+        if self.num_calls == self.fails_at_call:
             raise RuntimeError("the fake was told to fail")
 
     def _write_and_read(self, segment: int, rows: RowBatch) -> list[np.ndarray]:

@@ -46,7 +46,7 @@ class Field(NamedTuple):
 
 
 _SHARED = {
-    "model": Field(MODEL, "the served name, or left out"),
+    "model": Field(MODEL, "the served name, an adapter's, or left out"),
     "modalities": Field(["text"], "text only"),
     "temperature": Field(0.5, "default 1"),
     "top_p": Field(0.9),

@@ -13,8 +13,6 @@ import pytest
 
 from faser_backend.core.errors import QueueFullError, RequestError, UnavailableError
 from faser_backend.core.request import Limits
-from faser_backend.openai.bodies import ChatBody, CompletionBody
-from faser_backend.openai.requests import conversation_ids, generations
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.guides import MAX_GUIDE_BYTES, read_guide
 from faser_backend.text.prompts import PromptFormat
@@ -150,13 +148,3 @@ def test_grammars_below_the_limits_are_read():
     assert "start" in read_guide("ebnf_grammar", 'root ::= "x" other\nother ::= [a-z]+')
     lark = "start: " + " | ".join(f'"w{index}"' for index in range(20_000))
     assert lark in read_guide("ebnf_grammar", lark)
-
-
-def test_the_openai_server_has_the_same_limit():
-    tokenizer = NoTokenizer(byte_level_tokenizer())
-    model = replace(LIMITED, tokenizer=tokenizer)
-    with pytest.raises(RequestError, match="prompt length = 5000000: must be at most 1000 bytes"):
-        generations(CompletionBody.model_validate({"prompt": ["x", HUGE]}), model)
-    body = ChatBody.model_validate({"model": "m", "messages": [{"role": "user", "content": HUGE}]})
-    with pytest.raises(RequestError, match="messages length = 5000000: must be at most 1000 bytes"):
-        conversation_ids(body, tokenizer, 1000)

@@ -125,11 +125,6 @@ def test_token_level_words_and_bias():
     assert parse_ids([1], bad_words_list=np.zeros((1, 2, 0), np.int32)).request.sampling.bad_words == ()
 
 
-def test_empty_stop_words_mean_none():
-    parsed = parse(stop_words=text(""), bad_words=text(""))
-    assert parsed.stop_strings == () and parsed.request.stop_sequences == ()
-
-
 def test_out_of_vocab_ids_are_refused_or_clamped():
     with pytest.raises(RequestError, match=rf"input_ids = {VOCAB}: token ids must lie in \[0, {VOCAB - 1}\]"):
         parse_ids([1, VOCAB])
@@ -206,16 +201,6 @@ def test_several_sequences_of_one_prompt_have_seeds_of_their_own():
     assert [one.request.sampling.seed for one in parsed] == [2**64 - 2, 2**64 - 1, 0]
     assert [(one.sequence_index, one.num_sequences) for one in parsed] == [(0, 3), (1, 3), (2, 3)]
     assert len({one.request.request_id for one in parsed}) == 3
-
-
-def test_what_the_engine_gives_back_on_demand_is_asked_for():
-    request = parse(
-        return_context_logits=number(True, bool), return_generation_logits=number(True, bool),
-        return_perf_metrics=number(True, bool), draft_input_ids=np.array([[4, 5, -1, -1]], np.int32),
-    ).request  # fmt: skip
-    assert request.wants_context_logits and request.wants_generation_logits and request.wants_stats
-    assert request.draft_ids == (4, 5)
-    assert not parse().request.wants_stats and parse().request.draft_ids == ()
 
 
 def test_streaming_needs_a_decoupled_model():

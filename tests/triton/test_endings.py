@@ -6,9 +6,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -203,27 +200,6 @@ def test_killing_the_server_leaves_no_process_behind(engine_dir: Path):
         served.process.kill()
         served.process.wait()
         assert still_running(family, 2.0) == []
-
-
-def test_a_process_ends_with_the_thread_that_started_it_and_another_does_not():
-    """Models' processes wait before they call `die_with_parent`; this shows why. The control never calls it."""
-    code = "import time; from faser_backend.serving.processes import die_with_parent\n"
-    started: list[subprocess.Popen] = []
-
-    def start(call: str) -> None:
-        program = f"{code}{call}\nprint(flush=True)\ntime.sleep(60)"
-        started.append(subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE))
-        assert started[-1].stdout is not None and started[-1].stdout.readline()
-
-    thread = threading.Thread(target=lambda: [start("die_with_parent()"), start("")])
-    thread.start()
-    thread.join()
-    try:
-        assert still_running([each.pid for each in started], 2.0) == [started[1].pid]
-    finally:
-        for each in started:
-            each.kill()
-            each.communicate()
 
 
 # -- starts -----------------------------------------------------------------------------------------------------------

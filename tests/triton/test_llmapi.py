@@ -28,12 +28,15 @@ def test_defaults():
 
 
 def test_sampling_parameters_arrive():
-    sampling = parse(
+    request = parse(
         sampling_param_temperature=np.array([0.5], np.float32),
         sampling_param_top_k=np.array([7], np.int32),
         sampling_param_presence_penalty=np.array([0.25], np.float32),
         sampling_param_seed=np.array([9], np.uint64),
-    ).request.sampling
+        lora_name=np.array([b"red"], dtype=object),
+    ).request
+    sampling = request.sampling
+    assert request.lora_name == "red"
     assert (sampling.temperature, sampling.top_k, sampling.presence_penalty, sampling.seed) == (0.5, 7, 0.25, 9)
 
 

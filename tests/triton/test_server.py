@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ from faser_backend.triton.server import TritonServer
 from tests.support.chat_templates import CHATML
 from tests.support.clients import Stream, post, wait_for_free_blocks
 from tests.support.served import on_free_ports
-from tests.support.serving_pair import END_ID, MAX_CONTEXT
+from tests.support.serving_pair import MAX_CONTEXT
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
@@ -62,29 +61,6 @@ def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream:
     assert streamed.token_ids == unary.token_ids[3:]
     assert unary.last.get_response().outputs[0].name == "output_ids"
     assert streamed.last.as_numpy("cum_log_probs")[0, 0] < 0
-
-
-def test_drafting_can_be_opted_out_of_without_changing_tokens(stream: Stream):
-    given = {"text_input": PROMPT, "max_tokens": 40, "seed": 5, "return_perf_metrics": True, **SAMPLED}
-    drafted = stream.ask("tensorrt_llm_bls", **given)
-    plain = stream.ask("tensorrt_llm_bls", num_draft_tokens=0, **given)
-    assert drafted.text == plain.text
-    assert drafted.last.as_numpy("total_accepted_draft_tokens")[0, 0] > 0
-    assert plain.last.as_numpy("total_draft_tokens")[0, 0] == 0
-
-
-def test_structured_output(server: ServeOptions, stream: Stream):
-    given = {"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(yes|no), [a-z]{3}"}
-    for model in ("ensemble", "tensorrt_llm_bls"):
-        answer = stream.ask(model, text_input=PROMPT, max_tokens=40, **given, **{**SAMPLED, "end_id": END_ID})
-        assert answer.error is None and re.fullmatch("(yes|no), [a-z]{3}", answer.text)
-    body = {"text_input": PROMPT, "max_tokens": 200, "exclude_input_in_output": True, **SAMPLED, "end_id": END_ID}
-    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
-    given = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": json.dumps(schema)}
-    status, answer = post(server.http_port, "/v2/models/ensemble/generate", {**body, **given})
-    assert status == 200
-    text = json.loads(answer)["text_output"]
-    assert text.startswith('{"a": true') or text.startswith('{"a": false')
 
 
 def test_conversations_are_prompts_that_the_template_wrote(server: ServeOptions, stream: Stream, engine_dir: Path):
@@ -176,23 +152,6 @@ def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tens
     assert message in (answer.error or "") and not answer.deltas
     assert neighbour.answer().text == stream.ask("ensemble", **given).text
     neighbour.close()
-
-
-def test_full_queue_refuses_and_serves_the_rest(server: ServeOptions):
-    url = f"127.0.0.1:{server.grpc_port}"
-    streams = [Stream(url) for _ in range(NUM_RUNNING + NUM_QUEUED + 16)]
-    for one in streams:
-        # Long answers: on a busy machine the requests arrive slowly, and must still find the queue full.
-        one.send("ensemble", text_input=PROMPT, max_tokens=400, end_id=-1, exclude_input_in_output=True)
-    answers = [one.answer() for one in streams]
-    refused = [answer.error for answer in answers if answer.error is not None]
-    served = {answer.text for answer in answers if answer.error is None}
-    assert refused and all(f"Maximum queue size of {NUM_QUEUED}" in error for error in refused)
-    assert all("Exceeds maximum queue size" in error for error in refused)
-    assert len(answers) - len(refused) >= NUM_QUEUED and len(served) == 1
-    wait_for_free_blocks(server.metrics_port)
-    for one in streams:
-        one.close()
 
 
 ADMINISTRATION = (

@@ -9,7 +9,7 @@ through its terms one by one, so its bits do not depend on the pairs that are co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import reduce
 
 import numba
@@ -69,9 +69,7 @@ def transpose_keys(_typing, dots, keys, k_rows, v_rows, pool_rows, num_columns, 
             with cgutils.for_range_slice(builder, INT64(0), vectors_end, INT64(LANES), INT64) as (d, _):
                 starts = [d, builder.add(d, length)][: 1 + dots.literal_value]
                 square = [[load_wide(builder, row, start, VECTOR) for start in starts] for row in rows]
-                square = [
-                    join(builder, *loaded, lanes=BY_NUMBER) if len(loaded) > 1 else loaded[0] for loaded in square
-                ]
+                square = [join(builder, *of, lanes=BY_NUMBER) if dots.literal_value else of[0] for of in square]
                 for _ in range(LANES.bit_length() - 1):
                     halves = zip(square[: LANES // 2], square[LANES // 2 :], strict=True)
                     square = [pick(builder, a, b, lanes) for a, b in halves for lanes in by_halves]
@@ -145,20 +143,25 @@ def attend_pairs(
             sums = add_products(builder, has_dots, starts, weights, num_terms, values_of)
             store_all(builder, sums, targets, offsets)
 
-        for pairs in cases(builder, num_pairs):
-            targets, weights, states, queries = rows_of(context, builder, signature, arguments, (1, 2, 3, 4), pairs)
-            zeros = [[VECTOR([0.0] * LANES)] * VECTORS] * pairs
-            scores = add_products(builder, has_dots, zeros, queries, num_products, keys_of)
-            found = [weights_of(builder, *of_pair, column) for of_pair in zip(scores, states, strict=True)]
-            if has_dots:
-                found = [[join(builder, *of[v : v + 2]) for v in range(0, VECTORS, 2)] for of in found]
-            store_all(builder, found, weights, offsets)
-            start = INT64(0)
-            for kind, vectors, step in ((VECTOR, VECTORS, COLUMNS), (VECTOR, 1, LANES), (FLOAT, 1, 1))[: 3 - has_dots]:
-                stop = builder.and_(head_dim, INT64(-step))
-                with cgutils.for_range_slice(builder, start, stop, INT64(step), INT64) as (d, _):
-                    mix(targets, weights, states, d, kind, vectors)
-                start = stop
+        steps = ((VECTOR, VECTORS, COLUMNS), (VECTOR, 1, LANES), (FLOAT, 1, 1))[: 3 - has_dots]
+        for pairs in range(1, PAIRS + 1):
+            rows = [INT64(row) for row in range(pairs)]
+            with builder.if_then(builder.icmp_signed("==", num_pairs, INT64(pairs))):
+                targets, weights, states, queries = (
+                    [row_address(context, builder, signature, arguments, i, row) for row in rows] for i in (1, 2, 3, 4)
+                )
+                zeros = [[VECTOR([0.0] * LANES)] * VECTORS] * pairs
+                scores = add_products(builder, has_dots, zeros, queries, num_products, keys_of)
+                found = [weights_of(builder, *of_pair, column) for of_pair in zip(scores, states, strict=True)]
+                if has_dots:
+                    found = [[join(builder, *of[v : v + 2]) for v in range(0, VECTORS, 2)] for of in found]
+                store_all(builder, found, weights, offsets)
+                start = INT64(0)
+                for kind, vectors, step in steps:
+                    stop = builder.and_(head_dim, INT64(-step))
+                    with cgutils.for_range_slice(builder, start, stop, INT64(step), INT64) as (d, _):
+                        mix(targets, weights, states, d, kind, vectors)
+                    start = stop
         return context.get_dummy_value()
 
     arrays = (mixed, weights, state, queries, keys, values, v_rows, pool_rows)
@@ -183,28 +186,13 @@ def weights_of(builder, scores, state, column):
         largest = larger(largest, others)
     weights = [power_of_2(builder, builder.fsub(x, largest)) for x in scores]
     weights = [builder.select(seen, x, zero) for seen, x in zip(is_seen, weights, strict=True)]
-    factor, total = (
-        power_of_2(builder, builder.fsub(before, largest)),
-        add_halves(builder, reduce(builder.fadd, weights)),
-    )
-    most, factor, total = (builder.extract_element(x, INT32(0)) for x in (largest, factor, total))
+    factor, total = power_of_2(builder, builder.fsub(before, largest)), reduce(builder.fadd, weights)
+    first = largest, factor, add_halves(builder, total)
+    most, factor, total = (builder.extract_element(x, INT32(0)) for x in first)
     total = multiply_add(builder, load(builder, state, INT64(TOTAL), FLOAT), factor, total)
     for index, value in ((LARGEST, most), (TOTAL, total), (FACTOR, factor)):
         store(builder, value, state, INT64(index))
     return weights
-
-
-def cases(builder, num_pairs) -> Iterator[int]:
-    """Yields 1 to PAIRS; what is emitted meanwhile runs if num_pairs is that number."""
-    for case in range(1, PAIRS + 1):
-        with builder.if_then(builder.icmp_signed("==", num_pairs, INT64(case))):
-            yield case
-
-
-def rows_of(context, builder, signature, arguments, of, pairs):
-    """Returns the rows' addresses of the first pairs in each of these arguments."""
-    rows = [INT64(i) for i in range(pairs)]
-    return [[row_address(context, builder, signature, arguments, i, row) for row in rows] for i in of]
 
 
 def row_in_pool(context, builder, signature, arguments, argument, pool_rows=None, t=None):

@@ -29,7 +29,7 @@ class Layout:
     dtype: Any  # of numbers; those of int4 are half as long when they are stored
     num_scales: int = 0
     is_paired: bool = False  # pairs of rows are interleaved
-    num_parts: int = 2  # bfloat16 numbers that an input is split into where products need bfloat16
+    num_parts: int = 2  # bfloat16 numbers that an input is split into where products need bfloat16; 0: inputs stay
 
     @property
     def title(self) -> str:
@@ -44,7 +44,7 @@ class Layout:
     @property
     def unit_rows(self) -> int:
         """Returns the rows of a unit; a block is a sequence of units, each some rows and their scales."""
-        return 1 if self.name == "fp32" else GROUP_SIZE
+        return 1 if self.name == "fp32" or not self.num_parts else GROUP_SIZE
 
     @property
     def unit_bytes(self) -> int:
@@ -62,6 +62,7 @@ LAYOUTS = {
     )
 }
 FORMATS: tuple[str, ...] = tuple(LAYOUTS)
+HALVES = Layout("fp16", 16, np.float16, num_parts=0)  # of adapters: a few rows of any length, which are not packed
 
 
 def num_blocks(num_outputs: int) -> int:
@@ -100,6 +101,11 @@ def store_groups(
     halves = [scales] if minimums is None else [scales, minimums]
     checked = [_finite(each, np.float16, weight_format) for each in halves]
     return _packed(numbers, checked, LAYOUTS[weight_format])
+
+
+def store_halves(matrix: np.ndarray) -> np.ndarray:
+    """Stores matrix [num_inputs, num_outputs] float16 as HALVES."""
+    return _packed(matrix, (), HALVES)
 
 
 def _packed(numbers: np.ndarray, halves: Any, layout: Layout) -> np.ndarray:

@@ -74,6 +74,7 @@ ROWS_AT_ONCE = 4  # rows whose sums are scaled together; the last ones may be pa
 # By parts of an input: pairs (part of the input, part of a weight) whose products are summed, in this order.
 _EXACT = ("bf16", "int8", "int4")  # formats whose numbers bfloat16 holds
 PRODUCTS = {
+    0: {},
     1: dict.fromkeys(_EXACT, ((0, 0),)) | {"fp16": ((0, 0), (0, 1))},
     2: dict.fromkeys(_EXACT, ((0, 0), (1, 0))) | {"fp16": ((0, 0), (1, 0), (0, 1))},
 }

@@ -33,7 +33,7 @@ from numba.misc.special import literally
 from faser_backend.core.model import COMPUTES, TWO_PARTS
 from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
-from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, LANES, LAYOUTS, num_groups
+from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, HALVES, LANES, LAYOUTS, num_groups
 from faser_backend.cpu.kernels.rows import inlined
 from faser_backend.cpu.kernels.vector_products import BYTES, numbers, scale
 from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
@@ -44,9 +44,11 @@ NO_BIAS, REPLACES, ADDS = np.int64(-1), np.bool_(False), np.bool_(True)
 FLOAT_BYTES = 4
 # By code. Tiles: rows of x that pass over a matrix together. Strips: bytes of weights that stay in the second-level
 # cache while many rows pass over them. Group floats: what a row's group takes when it is packed.
-_LAYOUTS = tuple(
-    replace(layout, num_parts=len(COMPUTES) - index) for index in range(len(COMPUTES)) for layout in LAYOUTS.values()
+_LAYOUTS = (
+    *(replace(each, num_parts=len(COMPUTES) - index) for index in range(len(COMPUTES)) for each in LAYOUTS.values()),
+    HALVES,
 )
+HALVES_CODE = len(_LAYOUTS) - 1
 _VECTOR_CODE = tuple(matrix_units if matrix_units.takes(layout) else vector_products for layout in _LAYOUTS)
 UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
 TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))

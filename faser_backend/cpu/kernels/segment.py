@@ -16,6 +16,7 @@ from functools import cache
 import numba
 from numba.misc.special import literally
 
+from faser_backend.cpu.kernels.adapters import adapt
 from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_item, write_rows
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
@@ -81,6 +82,7 @@ def segment_kernel(
         STORED, i64[2], i64[1],  # weights, matrices, end_matrices
         f32[1], i64[2], f32[1],  # vectors, vector_offsets, last_norm
         f32[2], f32[2], i64[2], i64[1],  # cos, sin, items, sizes
+        i64[2], i64[2], i64[2], f32[2],  # runs, logit_runs, adapters, lowered
         numba.float32, numba.float32, numba.boolean,  # eps, scale, has_scores
     )  # fmt: skip
 
@@ -122,15 +124,18 @@ def segment_kernel(
         sin,
         items,  # [N, 4] of attention, see runner.attention_items
         sizes,
+        runs,  # see adapters.adapter_runs; from here to `lowered`, empty if no row has an adapter
+        logit_runs,  # the same of the logit rows
+        adapters,  # [A, columns], see adapters.RANK
+        lowered,  # [3, T * largest rank]: work space that threads share
         eps,
         scale,
         has_scores,
     ):
         _ = stamp
         num_rows = hidden.shape[0]
-        num_heads, num_kv_heads = q.shape[1], k.shape[1]
         first_layer, num_layers = sizes[FIRST_LAYER], sizes[NUM_LAYERS]
-        q_width, kv_width = num_heads * head_dim, num_kv_heads * head_dim
+        q_width, kv_width = q.shape[1] * head_dim, k.shape[1] * head_dim
         queries, mixed = q.reshape(num_rows, q_width), attended.reshape(num_rows, q_width)
         keys, values = k.reshape(num_rows, kv_width), v.reshape(num_rows, kv_width)
         crew, file, inputs = (thread, num_threads, barrier, num_rows > SHARED_ROWS), (weights, vectors, strip), normed
@@ -147,8 +152,8 @@ def segment_kernel(
                 prepare_both(code, packed, inputs, embedded, hidden, vectors, at, eps, num_rows, crew)
             else:
                 prepare(code, packed, normed, hidden, vectors[at[INPUT_NORM] :], eps, num_rows, crew)
-            for output, matrix, bias in ((queries, Q, Q_BIAS), (keys, K, K_BIAS), (values, V, V_BIAS)):
-                multiply(code, output, inputs, packed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+            tables = own, at, layer, runs, adapters, lowered
+            project(code, (queries, keys, values), inputs, packed, Q, REPLACES, num_rows, tables, crew, file)
             barrier_wait(barrier, num_threads)
             batch, rope = (block_table, cu_rows, context_lens), (positions, cos, sin, vectors, at, eps)
             attend(
@@ -161,17 +166,15 @@ def segment_kernel(
                 if num_rows == 0:
                     return
                 gather(gathered, mixed, hidden, logit_rows, crew)
-                mixed = gathered
+                mixed, tables = gathered, (own, at, layer, logit_runs, adapters, lowered)
             pack_share(code, packed, mixed, num_rows, crew)
-            multiply(
-                code, hidden, mixed, packed, own[ATTENTION_OUT], at[ATTENTION_OUT_BIAS], ADDS, num_rows, crew, file
-            )
+            project(code, (hidden,), mixed, packed, ATTENTION_OUT, ADDS, num_rows, tables, crew, file)
             barrier_wait(barrier, num_threads)
             prepare(code, packed, normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows, crew)
             if has_experts:
                 mix_experts(code, hidden, gate, up, normed, own, extras, num_rows, crew, file, sizes[NORMALISES_SHARES])
             else:
-                feed_forward(code, hidden, gate, up, normed, packed, own, at, num_rows, crew, file)
+                feed_forward(code, hidden, gate, up, normed, packed, num_rows, tables, crew, file)
         if sizes[LAST_LAYER] == num_layers:
             prepare(head_code, packed, normed, hidden, last_norm, eps, num_rows, crew)
             multiply(head_code, logits, normed, packed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew, file)
@@ -262,19 +265,31 @@ def prepare_both(code, packed, inputs, embedded, hidden, vectors, at, eps, num_r
 
 
 @numba.njit(**WITHIN_KERNELS)
-def feed_forward(code, hidden, gate, up, normed, packed, own, at, num_rows, crew, file):
+def project(code, outputs, inputs, packed, matrix, adds, num_rows, tables, crew, file):
+    """Computes a thread's columns of outputs = (or +=) packed inputs @ matrix and the next ones, biases and adapters
+    included. tables: the layer's offsets of matrices and vectors, its index, and what `adapt` needs."""
+    code = literally(code)
+    own, at, layer, runs, adapters, lowered = tables
+    for j in range(len(outputs)):
+        bias = at[matrix + j + Q_BIAS - Q]
+        multiply(code, outputs[j], inputs, packed, own[matrix + j], bias, adds, num_rows, crew, file)
+    if runs.shape[0]:
+        adapt(outputs, inputs, layer, matrix, runs, adapters, lowered, crew, file)
+
+
+@numba.njit(**WITHIN_KERNELS)
+def feed_forward(code, hidden, gate, up, normed, packed, num_rows, tables, crew, file):
     """Computes a thread's part of hidden += down(silu(gate(x)) * up(x)), x the prepared rows; ends at a barrier."""
     code = literally(code)
     thread, num_threads, barrier, _ = crew
-    for output, matrix, bias in ((gate, GATE, GATE_BIAS), (up, UP, UP_BIAS)):
-        multiply(code, output, normed, packed, own[matrix], at[bias], REPLACES, num_rows, crew, file)
+    project(code, (gate, up), normed, packed, GATE, REPLACES, num_rows, tables, crew, file)
     first, last = share_of(gate.shape[1], thread, num_threads)
     columns = slice(first * LANES, min(last * LANES, gate.shape[1]))
     for row in range(num_rows):
         gated_silu(gate[row, columns], up[row, columns])
     barrier_wait(barrier, num_threads)
     pack_share(code, packed, gate, num_rows, crew)
-    multiply(code, hidden, gate, packed, own[DOWN], at[DOWN_BIAS], ADDS, num_rows, crew, file)
+    project(code, (hidden,), gate, packed, DOWN, ADDS, num_rows, tables, crew, file)
     barrier_wait(barrier, num_threads)
 
 
