@@ -57,7 +57,8 @@ def line_logger(log_format: str, process: str) -> Callable[[str, str], None]:
             line = formatter.format(logging.LogRecord("faser", number, "", 0, message, None, None))
         else:
             line = f"error: {message}" if level == "ERROR" else message
-        print(line, file=sys.stderr, flush=True)
+        sys.stderr.write(line + "\n")  # in one piece: Triton's lines come from another thread
+        sys.stderr.flush()
 
     return log
 
