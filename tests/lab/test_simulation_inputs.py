@@ -145,7 +145,6 @@ def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
     [
         (["--hardware", "h100"], "give either --hardware and --pair, or --profile"),
         (["--hardware", "h100", "--pair", "x", "--requests", 6], "pair = 'x': unknown; known are qwen3-32b/0.6b"),
-        (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--policies", "x"], "known are none"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "faser (n-grams)"], "n-grams need texts"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--loads", "0.5", "--rate", 2], "at most one of --rate and"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--requests", 6, "--mix", "0.9"], "--mix = '0.9': must be"),
