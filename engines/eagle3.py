@@ -104,13 +104,16 @@ def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
 
 
 def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int) -> np.ndarray:
-    """Returns ids [num_ids] from d2t, which holds the target's id minus the head's. t2d must agree, if present."""
+    """Returns ids [num_ids] from d2t, which holds the target's id minus the head's."""
     where, own_ids = checkpoint.directory, np.arange(num_ids)
     if "d2t" not in checkpoint.names:
         if num_ids != vocab_size:
             raise CheckpointError(f"{where}: tensor d2t is missing: draft_vocab_size = {num_ids} of {vocab_size} ids")
         return own_ids
-    ids = own_ids + _integers(checkpoint, "d2t", num_ids)
+    if checkpoint.shape("d2t") != (num_ids,):
+        shape = list(checkpoint.shape("d2t"))
+        raise CheckpointError(f"{where}: d2t has shape {shape}, config.json wants {[num_ids]}")
+    ids = own_ids + checkpoint.read_integers("d2t")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:
         raise CheckpointError(
@@ -119,20 +122,7 @@ def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int)
     distinct, counts = np.unique(ids, return_counts=True)
     if distinct.size < num_ids:
         raise CheckpointError(f"{where}: d2t: id {distinct[counts > 1][0]} is listed more than once")
-    if "t2d" in checkpoint.names:
-        said = np.flatnonzero(_integers(checkpoint, "t2d", vocab_size))
-        other = np.setxor1d(said, distinct)
-        if other.size:
-            raise CheckpointError(f"{where}: t2d and d2t differ: id {other[0]} is in only one of them")
     return ids
-
-
-def _integers(checkpoint: HuggingFaceCheckpoint, name: str, size: int) -> np.ndarray:
-    if checkpoint.shape(name) != (size,):
-        raise CheckpointError(
-            f"{checkpoint.directory}: {name} has shape {list(checkpoint.shape(name))}, config.json wants {[size]}"
-        )
-    return checkpoint.read_integers(name)
 
 
 def _head_sources(

@@ -22,7 +22,6 @@ from faser_backend.files import FileError, check_regular
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
 MAPPED = DTYPES | INTEGERS | {"I8": np.dtype(np.int8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
@@ -39,7 +38,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if index.is_file():
             self._file_of = _read_index(index)
         else:
-            weights = _open_weights(directory / WEIGHTS_FILE)
+            weights = SafetensorsFile(directory / WEIGHTS_FILE)
             self._file_of = dict.fromkeys(weights.names, weights)
 
     @property
@@ -72,21 +71,10 @@ def _read_index(index: Path) -> dict[str, SafetensorsFile]:
         if not shard.endswith(".safetensors"):
             raise CheckpointError(f"{index}: weight_map[{name!r}] = {shard!r}: only .safetensors files are read")
         if shard not in shards:
-            shards[shard] = _open_weights(index.parent / shard)
+            shards[shard] = SafetensorsFile(index.parent / shard)
         if name not in shards[shard].names:
             raise CheckpointError(f"{index.parent / shard}: tensor {name} is missing, though {index.name} lists it")
     return {name: shards[shard] for name, shard in weight_map.items()}
-
-
-def _open_weights(path: Path) -> SafetensorsFile:
-    """Opens a weight file. If it is missing, the error names a pickle that lies there instead."""
-    pickles = sorted(found.name for pattern in PICKLES for found in path.parent.glob(pattern))
-    if pickles and not path.exists():
-        raise CheckpointError(
-            f"{path}: missing; {pickles[0]} is a pickle, which could run code when it is opened: "
-            "convert it to safetensors"
-        )
-    return SafetensorsFile(path)
 
 
 class SafetensorsFile:

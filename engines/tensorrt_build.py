@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from time import monotonic
 from typing import Any, TypeVar
 
 from faser_backend.core.model import ModelSpec
@@ -32,7 +31,6 @@ from faser_backend.runtime_spec import RUNTIMES
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 MAX_DEPTH = 2  # of reported phases; deeper ones take milliseconds
-MIN_INTERVAL_S = 0.1  # between two reports of steps: phases have hundreds
 
 
 class TensorRtCompiler:
@@ -221,32 +219,24 @@ def _let_attention_decompose(module: Any, network: Any) -> None:
 def monitored_build(module: Any, config: Any, report: Callable[[str], None], build: Callable[[], Result]) -> Result:
     """Builds on another thread. An interrupt or an error of `report` stops TensorRT, and is then raised.
 
-    report: called with a phase and its progress, e.g. "Computing profile costs 3/15".
+    report: called with each phase that begins, e.g. "Computing profile costs".
     """
     errors: list[BaseException] = []
-    phases: dict[str | None, tuple[int, int]] = {}  # by name: depth, 0 for the whole build, and number of steps
-    reported_s = 0.0
-
-    def tell(text: str, depth: int, interval_s: float = 0.0) -> None:
-        nonlocal reported_s
-        if not errors and depth <= MAX_DEPTH and monotonic() - reported_s >= interval_s:
-            reported_s = monotonic()
-            try:
-                report(text)
-            except BaseException as error:
-                errors.append(error)
+    depths: dict[str | None, int] = {}  # of phases; 0: the whole build
 
     class Monitor(module.IProgressMonitor):  # its base class exists only once the module is imported
         def __init__(self) -> None:
             module.IProgressMonitor.__init__(self)
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            phases[phase_name] = phases.get(parent_phase, (-1, 0))[0] + 1, num_steps
-            tell(phase_name, phases[phase_name][0])
+            depths[phase_name] = depths.get(parent_phase, -1) + 1
+            if not errors and depths[phase_name] <= MAX_DEPTH:
+                try:
+                    report(phase_name)
+                except BaseException as error:
+                    errors.append(error)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            depth, num_steps = phases[phase_name]
-            tell(f"{phase_name} {step + 1}/{num_steps}", depth, MIN_INTERVAL_S)
             return not errors
 
         def phase_finish(self, phase_name: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, takes
 from faser_backend.core.config import OptionTable, option
 from faser_backend.core.errors import ConfigError
-from faser_backend.files import FileError, read_bytes, shown
+from faser_backend.files import shown
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 
 if TYPE_CHECKING:
@@ -111,7 +111,6 @@ def build(*, options: BuildOptions) -> None:
     output = options.output
     with ExitStack() as handles:
         phases = handles.enter_context(shown_phases())
-        profile = _profile_of(output)
         was_built = (output / MANIFEST_FILE).is_file()
         manifest = build_engines(
             options.target,
@@ -130,8 +129,6 @@ def build(*, options: BuildOptions) -> None:
             "cannot help; are --target and --draft swapped?",
             file=sys.stderr,
         )
-    if profile is not None:
-        print(_restore_profile(output, manifest, profile))
     if {options.weights, options.draft_weights} - {None, "fp32"}:
         print("measure how these weight formats change answers: scripts/check_weights.py")
 
@@ -145,30 +142,6 @@ def _check_source(option: str, given: str) -> None:
         is_name = re.fullmatch(r"[\w.-]+/[\w.-]+", given)
         hub = f"; if it is a model of the Hugging Face hub: `hf download {given} --local-dir DIR`, then {option} DIR"
         raise ConfigError(f"{option} = {shown(given)!r}: no such file or directory{hub if is_name else ''}")
-
-
-def _profile_of(output: Path) -> bytes | None:
-    """Returns the profile of the engines that the build replaces, if any."""
-    from faser_backend.serving.profile_store import PROFILE_FILE
-
-    try:
-        return read_bytes(output / PROFILE_FILE)
-    except FileError:
-        return None
-
-
-def _restore_profile(output: Path, manifest: EngineManifest, profile: bytes) -> str:
-    """Puts a profile back if it is valid for the new engines too. Returns a sentence about it."""
-    from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
-
-    path = output / PROFILE_FILE
-    path.write_bytes(profile)
-    try:
-        load_profile(output, manifest)
-    except ConfigError as error:
-        path.unlink()
-        return f"removed the old profile, which is not valid for the new engines: {error}"
-    return f"kept {PROFILE_FILE}, which is valid for the new engines too"
 
 
 def summary(output: Path, manifest: EngineManifest) -> str:

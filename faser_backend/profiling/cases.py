@@ -33,7 +33,6 @@ class Effort:
     case_share: float  # of all cases
     num_requests: int  # of the calibration
     num_steps: int  # of each kind, in each visit of StepMeter
-    num_exit_repeats: int
 
     def scaled(self, share: float) -> Effort:
         """Returns this share of everything, but not less than the fits need."""
@@ -43,7 +42,6 @@ class Effort:
             case_share=share * self.case_share,
             num_requests=max(round(share * self.num_requests), min(8, self.num_requests)),
             num_steps=max(round(share * self.num_steps), 2),
-            num_exit_repeats=max(round(share * self.num_exit_repeats), 3),
         )
 
 
@@ -52,8 +50,8 @@ def share_within(seconds: float, budget_s: float | None) -> float:
     return 1.0 if budget_s is None else min(max(budget_s / max(seconds, 1e-9), MIN_SHARE), 1.0)
 
 
-FULL = Effort(120.0, 25, case_share=1.0, num_requests=128, num_steps=8, num_exit_repeats=25)
-QUICK = Effort(15.0, 7, case_share=0.5, num_requests=32, num_steps=4, num_exit_repeats=9)
+FULL = Effort(120.0, 25, case_share=1.0, num_requests=128, num_steps=8)
+QUICK = Effort(15.0, 7, case_share=0.5, num_requests=32, num_steps=4)
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,11 +157,10 @@ class _Profiler:
         num_calls = sum(len(cases[share.model]) for share in self.shares)
         waves = -(-effort.num_requests // MAX_SEQUENCES)
         rounds = 3 * len(LENGTHS) * (effort.num_steps + 2)
-        num_exit_steps = 4 * effort.num_exit_repeats if self.manifest.exit_layers else 0
         calls_s = CALLS_PER_CASE * num_calls * SHORTER * each / max(len(step_s), 1)
         return (
             waves * TOKENS_EACH / TOKENS_PER_STEP * max(step_s, default=0.0)
-            + (SHORTER * rounds + num_exit_steps) * each
+            + SHORTER * rounds * each
             + max(effort.calls_s, calls_s)
         )
 
@@ -178,8 +177,6 @@ class _Profiler:
         found = steps.lanes()
         if self.models.draft is not None:
             found |= TRIM
-        if self.manifest.exit_layers:
-            found |= steps.exits(self.models.target)
         steps.visit()
         return replace(steps.overhead(calls), **found)
 

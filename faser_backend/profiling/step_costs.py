@@ -16,15 +16,12 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request, Sampling
-from faser_backend.manifest import ModelEngine
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
-from faser_backend.policy.calibration import MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
-from faser_backend.policy.early_exit import NUM_CANDIDATES, EarlyExit, ExitCalibration
 from faser_backend.profiling.calibration import MakeEngine, ProbePolicy
-from faser_backend.profiling.cases import Case, Effort, make_batch
-from faser_backend.profiling.cost_fit import fit_non_negative, fit_overhead
+from faser_backend.profiling.cases import Effort
+from faser_backend.profiling.cost_fit import fit_overhead
 from faser_backend.profiling.measure import WaitingRunner
 from faser_backend.serving.runtimes import AnyRuntime
 
@@ -32,14 +29,11 @@ LOADS = (1, 8, 32)  # sequences
 LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
 # Deciding which chains go on, per draft call and sequence: assumed, as in the virtual worlds; policies correct it.
 TRIM = {"trim_us": 15.0, "trim_sequence_us": 3.0}
-EXIT_LENGTH = 4
 DRAFT_PHASES, DRAFT_CALLS = ("draft_rows", "draft_sample", "draft_lookup"), "draft_model"
-EXIT_PHASES = ("target_rows", "exit")
-PROMPT_TOKENS, EXIT_CONTEXT_TOKENS = 8, 64
+PROMPT_TOKENS = 8
 LANE_REPEATS = 200
 QUICK = 0.25  # quantile of the times of a kind of step
 WALL = "wall"
-_LEAST_US = 0.1  # of a difference that noise hides
 
 
 class StepMeter:
@@ -75,17 +69,6 @@ class StepMeter:
         ]
         return fit_overhead(*np.array(found).T)
 
-    def exits(self, target: ModelEngine) -> dict[str, float]:
-        """Measures the fields of OverheadCost for exits: computing scores, reading them, and removing rows.
-
-        A segment runs alternately with and without scores. The rest is the difference in the phases of steps with and
-        without a pruner that keeps two rows of every chain.
-        """
-        added_us = np.array(self._scores_us(target)) + np.array(self._exit_host_us(target))
-        features = np.array([(1, size * (EXIT_LENGTH + 1)) for size in LOADS], np.float64)
-        exit_us, exit_row_us = map(float, fit_non_negative(features, np.maximum(added_us, _LEAST_US)))
-        return {"exit_us": exit_us, "exit_row_us": exit_row_us}
-
     def lanes(self) -> dict[str, float]:
         """Measures the field of OverheadCost for lanes: median time of two empty jobs. {}: there is no split."""
         if not self._runtime.menu.splits:
@@ -105,54 +88,6 @@ class StepMeter:
         work(*arguments)
         self._runtime.synchronize()
         return (time.perf_counter_ns() - start) / 1e3
-
-    def _scores_us(self, model: ModelEngine) -> list[float]:
-        """Returns, per load, the time that scores add to a segment, as a mean over exits."""
-        runtime, rng, num_rows = self._runtime, self._rng, EXIT_LENGTH + 1
-        context = max(min(EXIT_CONTEXT_TOKENS, model.spec.max_context - num_rows), 0)
-        num_blocks = max(LOADS) * -(-(context + num_rows) // runtime.kv_block_size)
-        added = []
-        with closing(runtime.open_runner(model, runtime.menu.whole, runtime.open_pool(model, num_blocks))) as runner:
-            for size in LOADS:
-                case = Case((num_rows,) * size, context, size * num_rows)
-                batch = make_batch(case, model.spec.vocab_size, runtime.kv_block_size, num_blocks, rng)
-                candidates = rng.integers(0, model.spec.vocab_size, (case.num_rows, NUM_CANDIDATES))
-                hidden, differences = None, []
-                for segment in range(runner.num_segments):
-                    call = (segment, batch, hidden)
-                    if segment in runner.exits:
-                        pairs = [
-                            (
-                                self._timed_us(runner.run_segment, *call),
-                                self._timed_us(runner.run_segment_with_scores, *call, candidates),
-                            )
-                            for _ in range(self._effort.num_exit_repeats)
-                        ]
-                        differences.append(float(np.median([scored - plain for plain, scored in pairs])))
-                    output = runner.run_segment(*call)
-                    hidden = runner.take_rows(output, np.arange(case.num_rows))  # a copy
-                added.append(max(float(np.mean(differences)), 0.0))
-        return added
-
-    def _exit_host_us(self, model: ModelEngine) -> list[float]:
-        """Returns, per load, the time that one exit adds to the phases of a step outside the model."""
-        segment = min(i for i, each in enumerate(model.segments) if each.has_exit_scores)
-        layer = model.segments[segment].last_layer
-        # All chances are 0.5, so survival is 0.5 and then 0.25: rows 0 and 1 stay.
-        halving = ExitCalibration(segment, layer, 0.0, 0.0, 0.0, 0.3, 1.0, (0.0,), 1.0, 0.0)
-        pruner = EarlyExit((halving,), MatchCalibration(None).curve)
-        added = []
-        with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{EXIT_LENGTH}"))) as engine:
-            wait_for_calls(engine, self._runtime)
-            for size in LOADS:
-                medians = []
-                for tried in (None, pruner):
-                    engine.step_runner.scheduler.policy = ProbePolicy(EXIT_LENGTH, tried)
-                    steps = phases_of_steps(engine, size, EXIT_LENGTH, self._effort.num_exit_repeats, self._rng)
-                    spent = [sum(step.get(name, 0) for name in EXIT_PHASES) for step in steps]
-                    medians.append(float(np.median(spent)) / 1e3)
-                added.append(max(medians[1] - medians[0], 0.0))
-        return added
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:

@@ -12,7 +12,6 @@ import re
 import secrets
 import socket
 import stat
-from dataclasses import dataclass
 from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
@@ -82,30 +81,18 @@ def restriction_options(key: str, also: tuple[str, ...] = ()) -> list[str]:
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]
 
 
-@dataclass(frozen=True, slots=True)
-class GrpcTls:
-    """The TLS files of Triton's gRPC port. With a root certificate, clients need a certificate that it signed."""
+def grpc_tls_options(cert: Path | None, key: Path | None, root: Path | None) -> list[str]:
+    """Returns options of tritonserver. With a root certificate, clients need a certificate that it signed.
 
-    cert: Path
-    key: Path
-    root: Path | None = None
-
-    @classmethod
-    def of(cls, cert: Path | None, key: Path | None, root: Path | None) -> GrpcTls | None:
-        """Returns None without any option. Raises ConfigError for a missing option or file."""
-        given = {"--grpc-tls-cert": cert, "--grpc-tls-key": key, "--grpc-tls-root": root}
-        for name, file in given.items():
-            if file is not None and not (file.is_file() and os.access(file, os.R_OK)):
-                raise ConfigError(f"{name} = {file}: no file that can be read")
-        if cert is None or key is None:
-            if any(given.values()):
-                raise ConfigError("--grpc-tls-cert, --grpc-tls-key: both are needed, or none")
-            return None
-        return cls(cert, key, root)
-
-    def options(self) -> list[str]:
-        """Returns options of tritonserver."""
-        named = {"server-cert": self.cert, "server-key": self.key}
-        named |= {} if self.root is None else {"root-cert": self.root}
-        mutual = [] if self.root is None else ["--grpc-use-ssl-mutual=true"]
-        return ["--grpc-use-ssl=true", *mutual, *(f"--grpc-{name}={path.resolve()}" for name, path in named.items())]
+    Raises ConfigError for a missing option or file.
+    """
+    given = {"--grpc-tls-cert": cert, "--grpc-tls-key": key, "--grpc-tls-root": root}
+    for name, file in given.items():
+        if file is not None and not (file.is_file() and os.access(file, os.R_OK)):
+            raise ConfigError(f"{name} = {file}: no file that can be read")
+    if (cert is None or key is None) and any(given.values()):
+        raise ConfigError("--grpc-tls-cert, --grpc-tls-key: both are needed, or none")
+    named = {"server-cert": cert, "server-key": key, "root-cert": root}
+    switches = [] if cert is None else ["--grpc-use-ssl=true"]
+    switches += [] if root is None else ["--grpc-use-ssl-mutual=true"]
+    return switches + [f"--grpc-{name}={path.resolve()}" for name, path in named.items() if path is not None]

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Mapping
 from contextlib import closing
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -17,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.validation import refusal_of
-from faser_backend.text.worker import Worker, WorkerError
 
+WORKER = Path(__file__).with_name("chat_worker.py")
 NO_TEMPLATE = (
     "these engines came without a chat template: send a plain prompt, give a template with --chat-template FILE, "
     "or build again from a checkpoint that has one"
@@ -49,13 +53,17 @@ def read_messages(field: str, given: str | list[Any]) -> list[Message]:
 
 
 class ChatRenderer:
-    """A renderer for one chat template. Thread-safe: it renders one conversation at a time."""
+    """A renderer for one chat template. Thread-safe: it renders one conversation at a time.
+
+    Its process starts with the first conversation, and again after it has died.
+    """
 
     def __init__(self, template: str | None, special_tokens: Mapping[str, str]) -> None:
         self._template = template
         self._special_tokens = dict(special_tokens)
-        # -P: files in the worker's folder must not hide modules of the standard library
-        self._worker = Worker("-P", str(Path(__file__).with_name("chat_worker.py")))
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
 
     def render(self, field: str, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> str:
         """Returns the prompt up to the assistant's answer. tools: functions that the template shows to the model.
@@ -76,17 +84,48 @@ class ChatRenderer:
 
     def close(self) -> None:
         """Ends the process; a later call starts another."""
-        self._worker.close()
+        with self._lock:
+            self._end()
 
     def _call(self, messages: list[Message] | None, tools: list[dict[str, Any]] | None = None) -> dict[str, str]:
         call = {"template": self._template, "special_tokens": self._special_tokens}
-        try:
-            reply = json.loads(self._worker.call(json.dumps(call | {"messages": messages, "tools": tools}).encode()))
-        except WorkerError as error:
-            reply = {"error": "it takes too long" if error.status == -signal.SIGPROF else str(error)}
+        message = json.dumps(call | {"messages": messages, "tools": tools}).encode()
+        with self._lock:
+            connection = self._connected()
+            try:
+                connection.send_bytes(message)
+                reply = json.loads(connection.recv_bytes())
+            except (OSError, EOFError):
+                reply = {"error": self._end()}
         if "error" in reply:
             raise RequestError("chat_template", self._template, f"cannot be rendered: {reply['error']}")
         return reply
+
+    def _connected(self) -> Connection:
+        """Returns the connection to the running process, started if needed."""
+        if self._connection is None or self._process is None or self._process.poll() is not None:
+            self._end()
+            self._connection, theirs = Pipe()
+            # -P: files in the worker's folder must not hide modules of the standard library
+            command = [sys.executable, "-P", str(WORKER), str(theirs.fileno())]
+            null, errors = subprocess.DEVNULL, subprocess.PIPE
+            with theirs:
+                self._process = subprocess.Popen(
+                    command, stdin=null, stdout=null, stderr=errors, pass_fds=[theirs.fileno()]
+                )
+        return self._connection
+
+    def _end(self) -> str:
+        """Ends the process and returns why it had ended, if it had."""
+        process, connection, self._process, self._connection = self._process, self._connection, None, None
+        if process is None or connection is None:
+            return ""
+        connection.close()
+        process.kill()
+        last_line = process.communicate()[1].decode(errors="replace").strip().rpartition("\n")[2]
+        if process.returncode == -signal.SIGPROF:
+            return "it takes too long"
+        return f"its process ended with status {process.returncode}: {last_line}"
 
 
 def check_template(template: str) -> None:

@@ -1,4 +1,4 @@
-"""The process that renders chat templates (worker.Worker): JSON in, JSON out, until its socket is closed.
+"""The process that renders chat templates (chat.ChatRenderer): JSON in, JSON out, until its socket is closed.
 
 A template is a program that came with a checkpoint. The sandbox keeps it from files and attributes. The process limits
 memory, and the kernel ends it if a call takes too much processor time. It imports the standard library and jinja2

@@ -30,7 +30,7 @@ import numpy as np
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.places import GPU_DEVICE, MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
-from faser_backend.serving.access import GrpcTls, check_host, restriction_options
+from faser_backend.serving.access import check_host, grpc_tls_options, restriction_options
 from faser_backend.serving.parameters import ServeOptions
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 from faser_backend.serving.tracing import forward_options
@@ -287,7 +287,6 @@ def server_command(
     install: TritonInstall, folder: Path, options: ServeOptions, *, has_tracing: bool = False
 ) -> list[str]:
     """Returns the command line of a server over folder/model_repo."""
-    tls = GrpcTls.of(options.grpc_tls_cert, options.grpc_tls_key, options.grpc_tls_root)
     command = [str(install.binary), f"--model-repository={folder / 'model_repo'}"]
     if install.backends is not None and install.stub is not None:
         backend = folder / "backends" / "python"
@@ -300,7 +299,7 @@ def server_command(
     return [
         *command,
         *restriction_options(options.admin_key, options.restricted),
-        *(tls.options() if tls is not None else []),
+        *grpc_tls_options(options.grpc_tls_cert, options.grpc_tls_key, options.grpc_tls_root),
         *(forward_options() if has_tracing else []),
         # A client that may load models can run code as this user, so this needs a key that the operator chose.
         *(["--model-control-mode=explicit", "--load-model=*"] if options.admin_key_file is not None else []),

@@ -97,8 +97,6 @@ TENSORS: dict[str, tuple[Callable[[Tensors], object], tuple[str, ...]]] = {
     "outside": (lambda t: shift(t, 0, -1), ("d2t[0]", "id -1", "[0, 96]")),
     "far_outside": (lambda t: shift(t, 39, 2**63 - 1), ("d2t[39]", "[0, 96]")),
     "twice": (lambda t: shift(t, 39, int(t["d2t"][0]) - 39), ("d2t", "listed more than once")),
-    "other_set": (lambda t: t["t2d"].logical_not_(), ("t2d and d2t differ", "id 0")),
-    "short_set": (lambda t: t.update(t2d=t["t2d"][1:].clone()), ("t2d", "[96]", "[97]")),
 }
 
 
@@ -113,7 +111,7 @@ def test_malformed_tensors(name: str, target: Path, tmp_path: Path) -> None:
 def test_pickled_heads_are_never_opened(target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head")
     (head / "model.safetensors").rename(head / "pytorch_model.bin")
-    refuses_build(target, head, "pytorch_model.bin", "pickle")
+    refuses_build(target, head, "model.safetensors", "missing")
 
 
 def test_a_tokenizer_that_a_head_brings_has_to_be_its_target_s(target: Path, tmp_path: Path) -> None:

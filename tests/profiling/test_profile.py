@@ -211,17 +211,3 @@ def test_key_columns_cover_the_tokens_and_fingerprints_name_weights(engine: Path
     assert widths.shape == (MAX_CONTEXT + 1,)
     assert (widths >= np.arange(MAX_CONTEXT + 1)).all() and (np.diff(widths) >= 0).all()
     assert "tokenizer.json" not in files and any(name.endswith(".safetensors") for name in files)
-
-
-def test_building_again_keeps_a_profile_that_still_holds(run, copied: Path, engine: Path) -> None:
-    source, before = engine.parent, (copied / PROFILE_FILE).read_bytes()
-    command = ("build", "--target", source / "source", "--draft", source / "draft", "--output", copied)
-    same = ("--exit-layers", "1", "--kv-block-size", "4")
-    status, out, _ = run(*command, *same)
-    assert status == 0 and "kept profile.json, which is valid for the new engines too" in out
-    assert (copied / PROFILE_FILE).read_bytes() == before
-    load(copied)
-    status, out, _ = run(*command, "--kv-block-size", "4")
-    assert status == 0 and "removed the old profile" in out and "2 segments instead of 1" in out
-    assert not (copied / PROFILE_FILE).exists()
-    assert "profile" not in run(*command, *same)[1]

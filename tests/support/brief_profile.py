@@ -2,4 +2,4 @@
 
 from faser_backend.profiling.cases import Effort
 
-BRIEF = Effort(0.2, 3, case_share=0.2, num_requests=16, num_steps=2, num_exit_repeats=3)
+BRIEF = Effort(0.2, 3, case_share=0.2, num_requests=16, num_steps=2)

@@ -15,8 +15,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.serving.access import (
     GRPC_PREFIX,
     KEY_HEADER,
-    GrpcTls,
     check_host,
+    grpc_tls_options,
     read_admin_key,
     restriction_options,
 )
@@ -130,11 +130,11 @@ def test_grpc_speaks_tls_to_those_who_have_a_certificate_and_restricted_calls_ne
 def test_half_a_pair_of_certificates_and_unknown_groups_of_calls_are_refused(tmp_path: Path):
     cert = tmp_path / "cert"
     with pytest.raises(ConfigError, match=r"^--grpc-tls-cert = .*: no file that can be read"):
-        GrpcTls.of(cert, None, None)
+        grpc_tls_options(cert, None, None)
     cert.touch()
     for given in ((cert, None, None), (None, cert, None), (None, None, cert)):
         with pytest.raises(ConfigError, match="--grpc-tls-cert, --grpc-tls-key: both are needed, or none"):
-            GrpcTls.of(*given)
-    assert GrpcTls.of(None, None, None) is None
+            grpc_tls_options(*given)
+    assert grpc_tls_options(None, None, None) == []
     with pytest.raises(ConfigError, match=r"^--restrict = 'health': must be among metadata, inference"):
         restriction_options(KEY, ("health",))
