@@ -25,10 +25,11 @@ from numba.core import cgutils
 
 from faser_backend.cpu.kernels.layouts import GROUP_SIZE, LANES, Layout
 from faser_backend.cpu.kernels.vector_products import (
+    AHEAD_BYTES,
     BIT,
+    BLOCKS_KINDS,
     SHORT,
     VOID,
-    ask_ahead,
     ceil_divide,
     integers,
     join_pairs,
@@ -36,6 +37,7 @@ from faser_backend.cpu.kernels.vector_products import (
     new_function,
     numbers,
     pairs,
+    prefetch,
     put,
     round_to_bfloat16,
     scale,
@@ -222,11 +224,10 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
     It takes the parameters of `vector_products.blocks_function`.
     """
-    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES]
-    function, builder = new_function(module, f"row_unit_blocks_{layout.title}", kinds)
+    function, builder = new_function(module, f"row_unit_blocks_{layout.title}", BLOCKS_KINDS)
     if builder is None:
         return function
-    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, *areas = function.args
+    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, *areas, _, _ = function.args
     set_shapes(builder, space_at(builder, areas[1]).shapes, num_rows)
     has_two_tiles = builder.icmp_signed(">", num_rows, INT64(TILE_SIZE))
     block_bytes = builder.mul(ceil_divide(builder, num_inputs, GROUP_SIZE), INT64(layout.unit_bytes))
@@ -274,7 +275,7 @@ def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) 
             builder.gep(weights, [builder.add(builder.mul(INT64(block), block_bytes), at)]) for block in range(blocks)
         ]
         for address in units:
-            ask_ahead(builder, address, layout.unit_bytes)
+            prefetch(builder, builder.gep(address, [INT64(AHEAD_BYTES)]), layout.unit_bytes)
         _add_products(builder, layout, units, space, own.parts, group, groups, rows)
         if layout.num_scales:
             for tile, block in pairs:

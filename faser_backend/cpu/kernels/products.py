@@ -35,7 +35,7 @@ from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, HALVES, LANES, LAYOUTS, num_groups
 from faser_backend.cpu.kernels.rows import inlined
-from faser_backend.cpu.kernels.vector_products import BYTES, numbers, scale
+from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, numbers, scale
 from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
 
 STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
@@ -142,14 +142,21 @@ def multiply_rows(
     stored, results, work = weights.ctypes.data + offset, y.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
     num_tiles = -(-num_rows // tile_rows)
     strip_blocks = max(STRIP_BYTES[code] // block_bytes if num_tiles > 1 else last_block - first_block, 1)
+    strip_bytes, spread = strip_blocks * block_bytes, min(num_tiles // 2, 2)
     for first in range(first_block, last_block, strip_blocks):
         for tile in range(num_tiles):
             row, end = tile * tile_rows, min((tile + 1) * tile_rows, num_rows)
+            # The first tiles of a strip each ask for a part of the next one, so that memory is read all the time.
+            ahead = stored + first * block_bytes
+            if num_tiles == 1:
+                ahead += AHEAD_BYTES
+            elif tile < 1 << spread:
+                ahead += strip_bytes + (tile * strip_bytes >> spread)
             multiply_blocks(  # pyright: ignore[reportCallIssue]
                 code, results + (row * num_outputs + first * LANES) * FLOAT_BYTES, num_outputs,
                 x.ctypes.data + row * num_inputs * FLOAT_BYTES, num_inputs, stored + first * block_bytes,
                 num_inputs, num_outputs - first * LANES, min(strip_blocks, last_block - first), end - row, adds,
-                packed.ctypes.data + tile * tile_floats(code, num_inputs) * FLOAT_BYTES, work,
+                packed.ctypes.data + tile * tile_floats(code, num_inputs) * FLOAT_BYTES, work, ahead, spread,
             )  # fmt: skip
 
 
@@ -178,7 +185,7 @@ def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
         if block != held:
             multiply_blocks(  # pyright: ignore[reportCallIssue]
                 code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs, LANES, 1, 1,
-                False, packed, products + LANES * FLOAT_BYTES,
+                False, packed, products + LANES * FLOAT_BYTES, stored + block * block_bytes, 0,
             )  # fmt: skip
             held = block
         scores[c] = scratch[lane]
@@ -217,25 +224,26 @@ def product_kernel(code: int) -> Kernel:
 @intrinsic(prefer_literal=True)
 def multiply_blocks(
     _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed,
-    work,
+    work, ahead, spread,
 ):  # fmt: skip
     """Computes y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks at `weights`, for up to TILE_ROWS rows.
 
     y: address of the first row's first block. Strides are in floats. num_columns: columns from there to the end of y's
-    row. packed: what prepare_rows made of these rows. work: the work space of matrix units.
+    row. packed: what prepare_rows made of these rows. work: the work space of matrix units. From the address `ahead`
+    on, memory is asked for what is read later, a byte for 2 ** spread bytes that are read.
     """
     code_value = code.literal_value
 
     def emit(context, builder, _signature, arguments):
-        _, y, y_stride, x, x_stride, weights, *sizes, adds, packed, work = arguments
+        _, y, y_stride, x, x_stride, weights, *sizes, adds, packed, work, ahead, spread = arguments
         y, x, packed = (builder.inttoptr(address, FLOATS) for address in (y, x, packed))
-        weights, work = (builder.inttoptr(address, BYTES) for address in (weights, work))
-        values = [y, y_stride, x, x_stride, weights, *sizes, adds, packed, work]
+        weights, work, ahead = (builder.inttoptr(address, BYTES) for address in (weights, work, ahead))
+        values = [y, y_stride, x, x_stride, weights, *sizes, adds, packed, work, ahead, spread]
         function = _VECTOR_CODE[code_value].blocks_function(builder.module, _LAYOUTS[code_value])
         builder.call(function, values)
         return context.get_dummy_value()
 
-    return types.void(code, *[i64] * 9, types.boolean, i64, i64), emit
+    return types.void(code, *[i64] * 9, types.boolean, *[i64] * 4), emit
 
 
 @intrinsic(prefer_literal=True)

@@ -54,6 +54,7 @@ SHORTS = ir.VectorType(SHORT, LANES)
 PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 UNROLLED = 4  # inputs, or pairs of them, of an inner loop's iteration; with more, sums no longer stay in registers
 PAIRS_OF_GROUP = GROUP_SIZE // 2
+BLOCKS_KINDS = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES, BYTES, INT64]
 STRIP_BYTES = 1 << 17  # see products
 AHEAD_BYTES = 4096  # distance of prefetches from a read
 binding.initialize_native_asmparser()
@@ -90,11 +91,12 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
 
     It takes the parameters of `products.multiply_blocks` from y on.
     """
-    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES]
-    function, builder = new_function(module, f"row_blocks_{layout.title}", kinds)
+    function, builder = new_function(module, f"row_blocks_{layout.title}", BLOCKS_KINDS)
     if builder is None:
         return function
-    y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed, _ = function.args
+    y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed, _, ahead, spread = (
+        function.args
+    )
     block_bytes = builder.mul(ceil_divide(builder, num_inputs, layout.unit_rows), INT64(layout.unit_bytes))
     end = function.append_basic_block()
     choice = builder.switch(num_rows, end)
@@ -105,8 +107,10 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
             with cgutils.for_range_slice(builder, INT64(0), num_blocks, INT64(1), INT64) as (block, _):
                 column = builder.mul(block, INT64(LANES))
                 target, left = builder.gep(y, [column]), builder.sub(num_columns, column)
-                stored = builder.gep(weights, [builder.mul(block, block_bytes)])
-                builder.call(tile, [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed])
+                passed = builder.mul(block, block_bytes)
+                stored, asked = builder.gep(weights, [passed]), builder.gep(ahead, [builder.lshr(passed, spread)])
+                values = [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed, asked, spread]
+                builder.call(tile, values)
             builder.branch(end)
     builder.position_at_end(end)
     builder.ret_void()
@@ -117,14 +121,14 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
     """Returns the function for y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ one block of weights.
 
     Parameters: y, its row stride, x, its row stride, the block, num_inputs, num_columns (more count as
-    LANES), adds, and what prepare_rows made of x. One block at a time reads memory as one stream; several blocks side
-    by side are slower.
+    LANES), adds, what prepare_rows made of x, ahead and spread. One block at a time reads memory as one stream; several
+    blocks side by side are slower.
     """
-    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS]
+    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS, BYTES, INT64]
     function, builder = new_function(module, f"row_tile_{layout.title}_{num_rows}", kinds)
     if builder is None:
         return function
-    y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, packed = function.args
+    y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, packed, ahead, spread = function.args
     num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     if has_dots(layout):
         # The rows' pairs are read by assembly, so that LLVM must not take them for unread.
@@ -141,20 +145,22 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
             size = INT64(group_size)
             if not has_dots(layout):
                 size = least(builder, builder.sub(count, first), size)
-            group = builder.gep(block, [builder.mul(index, INT64(layout.unit_bytes))])
+            passed = builder.mul(index, INT64(layout.unit_bytes))
+            group, asked = builder.gep(block, [passed]), builder.gep(ahead, [builder.lshr(passed, spread)])
             sums = new_sums(builder, num_rows)
-            add_products(builder, layout, [builder.gep(row, [first]) for row in rows], group, size, sums)
+            own = [builder.gep(row, [first]) for row in rows]
+            add_products(builder, layout, own, group, size, sums, asked, spread)
             offsets = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
             add_group(builder, layout, group, sums, packed, offsets, totals)
     else:
-        add_products(builder, layout, rows, block, count, totals)
+        add_products(builder, layout, rows, block, count, totals, ahead, spread)
     for r, total in enumerate(totals):
         put(builder, total, builder.gep(y, [builder.mul(INT64(r), y_stride)]), num_columns, adds)
     builder.ret_void()
     return function
 
 
-def add_products(builder, layout: Layout, rows, block, count, sums) -> None:
+def add_products(builder, layout: Layout, rows, block, count, sums, ahead, spread) -> None:
     """Emits sums[r] += rows[r][k] * block[k] for k = 0, 1, ... count - 1, fused; of pairs by dots."""
     has_pairs = has_dots(layout)
     step_bytes = layout.row_bytes * (1 + has_pairs)
@@ -170,8 +176,8 @@ def add_products(builder, layout: Layout, rows, block, count, sums) -> None:
 
     whole = builder.and_(count, INT64(-UNROLLED))
     with cgutils.for_range_slice(builder, INT64(0), whole, INT64(UNROLLED), INT64) as (k, _):
-        address = builder.gep(block, [builder.mul(k, INT64(step_bytes))])
-        ask_ahead(builder, address, UNROLLED * step_bytes)
+        passed = builder.lshr(builder.mul(k, INT64(step_bytes)), spread)
+        prefetch(builder, builder.gep(ahead, [passed]), UNROLLED * step_bytes)
         for step in range(UNROLLED):
             add(k, step)
     if not has_pairs:  # pairs are padded to whole groups
@@ -397,10 +403,9 @@ def put(builder, total, target, num_columns, adds) -> None:
                 put_values(load(builder, lanes, lane, FLOAT), lane)
 
 
-def ask_ahead(builder, address, num_bytes: int) -> None:
-    """Prefetches num_bytes that lie AHEAD_BYTES behind an address."""
+def prefetch(builder, address, num_bytes: int) -> None:
     for line in range(0, num_bytes, CACHE_LINE):
-        prefetch_line(builder, builder.gep(address, [INT64(AHEAD_BYTES + line)]))
+        prefetch_line(builder, builder.gep(address, [INT64(line)]))
 
 
 def read(builder, address, kind):
