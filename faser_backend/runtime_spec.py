@@ -21,6 +21,7 @@ class RuntimeSpec:
     extra: str = ""  # the extra of faser-backend that the runtime needs
     tensorrt: Flavour | None = None  # the compiler of its engines
     has_experts: bool = True
+    num_prefill_tokens: int = 1024  # prompt tokens per step, unless users choose
 
     @property
     def is_weights_only(self) -> bool:
@@ -35,8 +36,8 @@ class RuntimeSpec:
 RUNTIMES = {
     spec.name: spec
     for spec in (
-        RuntimeSpec("llvm", ("fp32",), is_cpu=True),
-        RuntimeSpec("tensorrt_rtx", extra="torch", tensorrt="rtx"),
+        RuntimeSpec("llvm", ("fp32",), is_cpu=True, num_prefill_tokens=256),
+        RuntimeSpec("tensorrt_rtx", extra="torch", tensorrt="rtx", num_prefill_tokens=256),  # attention is padded
         RuntimeSpec("tensorrt", extra="tensorrt", tensorrt="full"),
         RuntimeSpec("torch", extra="torch", has_experts=False),
     )

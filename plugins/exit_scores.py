@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from faser_backend.plugins import reference
-from faser_backend.plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
+from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 BLOCK_C = 4  # candidates of a program: they share the hidden state, and leave enough programs to fill a GPU
 BLOCK_D = 1024
@@ -60,7 +60,7 @@ def exit_scores(hidden: torch.Tensor, head: torch.Tensor, candidates: torch.Tens
     if not runs_kernel(exit_scores_kernel, hidden):
         reference.exit_scores(hidden, head, candidates, out)
     elif out.numel():
-        on_grid(exit_scores_kernel, num_rows, cdiv(num_candidates, BLOCK_C))(
+        on_grid(exit_scores_kernel, num_rows, -(-num_candidates // BLOCK_C))(
             hidden,
             head,
             candidates,

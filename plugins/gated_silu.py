@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from faser_backend.plugins import reference
-from faser_backend.plugins.launch import FLOAT_DTYPES, cdiv, check_tensor, on_grid, runs_kernel
+from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 BLOCK = 1024
 NUM_WARPS = 4
@@ -41,4 +41,4 @@ def gated_silu(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     if not runs_kernel(gated_silu_kernel, gate_up):
         reference.gated_silu(gate_up, out)
     elif num_rows:
-        on_grid(gated_silu_kernel, num_rows, cdiv(size, BLOCK))(gate_up, size, out, BLOCK=BLOCK, num_warps=NUM_WARPS)
+        on_grid(gated_silu_kernel, num_rows, -(-size // BLOCK))(gate_up, size, out, BLOCK=BLOCK, num_warps=NUM_WARPS)

@@ -24,11 +24,6 @@ def on_grid(kernel: Any, *grid: int) -> Any:
     return kernel[grid]
 
 
-def cdiv(a: int, b: int) -> int:
-    """Returns a / b, rounded up."""
-    return -(-a // b)
-
-
 def check_tensor(
     name: str, tensor: torch.Tensor, shape: tuple[int, ...], *dtypes: torch.dtype, may_have_row_stride: bool = False
 ) -> None:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from faser_backend.plugins.launch import cdiv, check_tensor, on_grid
+from faser_backend.plugins.launch import check_tensor, on_grid
 
 BLOCK_V = 2048
 NUM_WARPS = 4
@@ -87,7 +87,7 @@ def perturb_logits(
         check_tensor(name, tensor, (num_rows,), dtype)
     check_tensor("out", out, (num_rows, vocab_size), torch.float32)
     if num_rows:
-        on_grid(perturb_logits_kernel, num_rows, cdiv(vocab_size, BLOCK_V))(
+        on_grid(perturb_logits_kernel, num_rows, -(-vocab_size // BLOCK_V))(
             logits,
             table,
             keys,

@@ -16,7 +16,7 @@ import triton.language as tl
 from faser_backend.plugins import reference
 from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, launch_config, num_tiles
 from faser_backend.plugins.attention_tiles import attend_chunk, attend_context, divide, find_item, write_rows
-from faser_backend.plugins.launch import cdiv, check_attention, check_tensor, compute_capability, on_grid, runs_kernel
+from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from faser_backend.plugins.split_combine import combine_splits, empty_parts, write_part
 
 
@@ -163,7 +163,7 @@ def pruned_chunk_attention(
     config = launch_config(q.element_size(), head_dim, group, max_rows, compute_capability(q))
     parts = empty_parts(q, num_splits) if num_splits > 1 else None
     tiles = num_tiles(q.shape[0], context_lens.shape[0], config.block_m // group)
-    programs = min(tiles * num_splits, cdiv(PROGRAMS_PER_SM * num_sms, num_kv_heads))
+    programs = min(tiles * num_splits, -(-PROGRAMS_PER_SM * num_sms // num_kv_heads))
     on_grid(pruned_chunk_attention_kernel, programs, num_kv_heads)(
         *tensors,
         table_width,

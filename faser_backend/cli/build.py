@@ -70,7 +70,7 @@ class BuildOptions(OptionTable):
     )
     max_num_seqs: int | None = option(None, "Compile for at most this many sequences per call.", TENSORRT, unset="32")
     max_prefill_tokens: int | None = option(
-        None, "Compile for at most this many prompt tokens per call.", TENSORRT, unset="256"
+        None, "Compile for at most this many prompt tokens per call.", TENSORRT, unset="1024; TensorRT-RTX 256"
     )
     compute_capability: str = option("", "Compile TensorRT-RTX engines for these GPUs, as 8.9,12.0.", TENSORRT)
 
@@ -177,7 +177,8 @@ def _tensorrt_options(options: BuildOptions, handles: ExitStack) -> TensorRtOpti
         return None
     from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 
-    limits = options.model_dump(include={"max_num_seqs", "max_prefill_tokens", "max_context"}, exclude_none=True)
+    limits: dict[str, int] = {"max_prefill_tokens": RUNTIMES[options.runtime].num_prefill_tokens}
+    limits |= options.model_dump(include={"max_num_seqs", "max_prefill_tokens", "max_context"}, exclude_none=True)
     capabilities = tuple(part.strip() for part in options.compute_capability.split(",") if part.strip())
     streams = _open_split_streams(options, handles) if flavour == "full" else {}
     return TensorRtOptions(CallLimits(**limits), capabilities, streams, options.pool_copies == "allow")

@@ -20,7 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR, MODEL_REPO
 from faser_backend.plugins.tensorrt_import import import_tensorrt
-from faser_backend.serving.compose import choose_num_blocks
+from faser_backend.serving.compose import choose_num_blocks, with_prompt_rows
 from faser_backend.serving.drafting import served_models
 from faser_backend.serving.runtimes import check_kernel_compiler, has_driver, open_runtime
 from faser_backend.triton.server import check_stub, find_triton
@@ -198,7 +198,8 @@ def memory_report(
     gpu_gib: of an assumed GPU. Raises ManifestError; ConfigError if a GPU is assumed for engines of a CPU, or if not
     even one context fits; DriverError if there is no GPU and none is assumed.
     """
-    manifest, config = EngineManifest.load(engine_dir), config or EngineConfig()
+    manifest = EngineManifest.load(engine_dir)
+    config = with_prompt_rows(config or EngineConfig(), manifest)
     models = served_models(manifest, config)
     if manifest.runtime_spec.is_cpu:
         if gpu_gib is not None:

@@ -40,6 +40,7 @@ class ProfileRange:
 
     index: int
     smallest: Mapping[str, tuple[int, ...]]
+    usual: Mapping[str, tuple[int, ...]]
     largest: Mapping[str, tuple[int, ...]]
 
     def refusals(self, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -51,11 +52,6 @@ class ProfileRange:
             if not fits:
                 found.append(f"{name} {list(shape)}: {list(low)} to {list(high)}")
         return found
-
-    @property
-    def size(self) -> int:
-        """Returns the elements of all inputs at their largest; pools are equal in all profiles."""
-        return sum(math.prod(shape) for shape in self.largest.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,8 +213,7 @@ def _profile_ranges(engine: Any, inputs: tuple[str, ...]) -> tuple[ProfileRange,
     profiles = []
     for index in range(engine.num_optimization_profiles):
         ranges = {name: engine.get_tensor_profile_shape(name, index) for name in inputs}
-        smallest, largest = ({name: tuple(shapes[end]) for name, shapes in ranges.items()} for end in (0, 2))
-        profiles.append(ProfileRange(index, smallest, largest))
+        profiles.append(ProfileRange(index, *({name: tuple(ranges[name][end]) for name in inputs} for end in range(3))))
     return tuple(profiles)
 
 
@@ -400,13 +395,15 @@ class TensorRtSegment:
 def choose_profile(
     profiles: Sequence[ProfileRange], shapes: Mapping[str, tuple[int, ...]], engine: str
 ) -> ProfileRange:
-    """Returns the smallest profile that takes the shapes; of equals the first.
+    """Returns the profile that takes the shapes and is tuned for the nearest number of rows; of equals the first.
 
-    shapes: of every input, by name. Raises ConfigError with the inputs that the closest profile refuses.
+    shapes: of every input, by name; the first has a row per token. Raises ConfigError with the inputs that the closest
+    profile refuses.
     """
+    first, (num_rows, *_) = next(iter(shapes.items()))
     fitting = [profile for profile in profiles if not profile.refusals(shapes)]
     if fitting:
-        return min(fitting, key=lambda profile: (profile.size, profile.index))
+        return min(fitting, key=lambda profile: abs(math.log(num_rows / profile.usual[first][0])))
     closest = min((profile.refusals(shapes) for profile in profiles), key=len)
     raise ConfigError(f"{engine}: no profile takes a call with {'; '.join(closest)}; build for larger calls")
 

@@ -16,7 +16,7 @@ from faser_backend.policy.cost_model import DRAFT
 MAX_SEQUENCES = 32
 NUM_RANDOM = 24  # beside the grid
 MIN_CASES = 36  # of a model
-MAX_CALL_ROWS = 256  # a prompt chunk of max_prefill_tokens, or 32 verifications of 7 drafted tokens
+MAX_CALL_ROWS = 256  # a prompt chunk, whose costs are linear beyond, or 32 verifications of 7 drafted tokens
 MIN_SHARE = 0.1  # of the full effort
 MIN_CONTEXT = 64
 # A call's tokens of context. Costs are linear beyond; more would take most of a profile's time and tell least about

@@ -83,7 +83,7 @@ def engine_on(
     clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
     """Returns an engine of a directory on an open runtime, with its profile. It is not prepared yet."""
-    models = served_models(manifest, config)
+    models, config = served_models(manifest, config), with_prompt_rows(config, manifest)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
     return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
 
@@ -225,6 +225,16 @@ def _load_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineCo
     if not knowledge.costs.is_measured:
         _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
     return knowledge
+
+
+def with_prompt_rows(config: EngineConfig, manifest: EngineManifest) -> EngineConfig:
+    """Returns the config, with the runtime's usual max_prefill_tokens that the engines take unless it was given."""
+    if "max_prefill_tokens" in config.model_fields_set:
+        return config
+    segments = (segment.buckets for segment in manifest.target.segments if segment.buckets)
+    limits = [max(bucket.ranges["T"][2] for bucket in buckets) for buckets in segments]
+    usual = min([manifest.runtime_spec.num_prefill_tokens, *limits])
+    return config.model_copy(update={"max_prefill_tokens": usual})
 
 
 def check_call_limits(models: ModelPair, config: EngineConfig) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from faser_backend.core.config import EngineConfig
@@ -11,7 +14,8 @@ from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.tensorrt_programs import bucket_limits, profiles_of_split
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
-from faser_backend.serving.compose import check_call_limits
+from faser_backend.runtime_spec import RUNTIMES
+from faser_backend.serving.compose import check_call_limits, with_prompt_rows
 
 SPEC = ModelSpec(1, 8, 1, 1, 8, 8, 97, 64, 1e4, 1e-5, True)
 
@@ -39,6 +43,14 @@ def test_limits_are_what_every_segment_takes() -> None:
     assert bucket_limits([first, last], "") == CallBounds(128, 8, free, 64, 128, free)
     assert bucket_limits([first, last], "8/124") == CallBounds(16, 2, free, 8, 128, free)
     assert bucket_limits([first, segment()], "") is None
+
+
+@pytest.mark.parametrize(("runtime", "most", "usual"), [("torch", 0, 1024), ("llvm", 0, 256), ("tensorrt", 512, 512)])
+def test_gpus_read_1024_prompt_tokens_per_step_if_engines_take_them(runtime: str, most: int, usual: int) -> None:
+    model = ModelEngine(SPEC, None, (segment(bucket(T=64, B=8), bucket(T=most, B=4)) if most else segment(),))
+    manifest: Any = SimpleNamespace(target=model, runtime_spec=RUNTIMES[runtime])
+    assert with_prompt_rows(EngineConfig(), manifest).max_prefill_tokens == usual
+    assert with_prompt_rows(EngineConfig(max_prefill_tokens=256), manifest).max_prefill_tokens == 256
 
 
 def test_limits_of_serving_are_within_those_of_the_build() -> None:

@@ -51,7 +51,7 @@ def pair_of(name: str, *, max_context: int = 8192, halved: bool = False) -> list
 
 
 def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: int = H100, **options) -> MemoryPlan:
-    known = {"dtype": "bf16", "kv_block_size": 16, "max_num_seqs": 32, "max_prefill_tokens": 256}
+    known = {"dtype": "bf16", "kv_block_size": 16, "max_num_seqs": 32, "max_prefill_tokens": 1024}
     num_bytes = sum(model.num_weight_bytes for model in models)
     return plan_memory(
         models, free_bytes=free_bytes, num_partitions=num_partitions, unloaded_bytes=num_bytes, **{**known, **options}

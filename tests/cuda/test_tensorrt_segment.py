@@ -82,7 +82,7 @@ def test_ragged_runs_give_a_dense_runs_logits(source: Path, tmp_path: Path, monk
         wanted = np.concatenate([expected[i][s : s + n] for i, (s, n) in enumerate(zip(starts, counts, strict=True))])
         assert np.abs(logits - wanted).max() <= MAX_ERROR
         starts = [start + count for start, count in zip(starts, counts, strict=True)]
-    assert {context.profile for context in opened.used} == {DECODE, VERIFY}
+    assert {context.profile for context in opened.used} == {DECODE, VERIFY, PREFILL}, "tuned for 8, 40 and 32 rows"
     opened.pool.check_integrity()
 
 
@@ -150,7 +150,7 @@ def test_calls_that_no_shape_holds_share_a_context(source: Path, tmp_path: Path,
         assert np.abs(logits - expected[start:end]).max() <= MAX_ERROR
     assert opened.store.is_captured == [False, True]
     assert [context.num_runs for context in opened.store.contexts] == [3, 1]
-    assert opened.store.contexts[0].profile == VERIFY  # the last segment
+    assert opened.store.contexts[0].profile == PREFILL  # the last segment; 32 rows are nearer to 10 than 40
 
 
 def test_half_precision_engines_run(source: Path, tmp_path: Path, monkeypatch) -> None:
@@ -204,15 +204,16 @@ def test_what_tensorrt_refuses_is_said(source: Path, tmp_path: Path, monkeypatch
         program.prepare(tensors, BOUNDS)
 
 
-def profile(index: int, least: tuple[int, ...], most: tuple[int, ...]) -> ProfileRange:
-    return ProfileRange(index, {"x": least, "pool": (1,)}, {"x": most, "pool": (99,)})
+def profile(index: int, *num_rows: int) -> ProfileRange:
+    least, usual, most = ({"x": (count, 4), "pool": (size,)} for count, size in zip(num_rows, (1, 9, 99), strict=True))
+    return ProfileRange(index, least, usual, most)
 
 
-PROFILES = (profile(0, (1, 4), (64, 4)), profile(1, (1, 4), (8, 4)), profile(2, (2, 4), (8, 4)))
+PROFILES = (profile(0, 1, 40, 64), profile(1, 1, 4, 8), profile(2, 2, 4, 8), profile(3, 1, 50, 64))
 
 
-@pytest.mark.parametrize(("num_rows", "index"), [(1, 1), (2, 1), (8, 1), (9, 0), (64, 0)])
-def test_the_tightest_profile_is_chosen(num_rows: int, index: int) -> None:
+@pytest.mark.parametrize(("num_rows", "index"), [(1, 1), (2, 1), (8, 1), (9, 0), (44, 0), (45, 3), (64, 3)])
+def test_the_profile_that_is_tuned_for_the_nearest_size_is_chosen(num_rows: int, index: int) -> None:
     assert choose_profile(PROFILES, {"x": (num_rows, 4), "pool": (7,)}, "e").index == index
 
 

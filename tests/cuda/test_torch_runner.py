@@ -134,15 +134,6 @@ def test_results_are_static_and_survive_calls_of_other_shapes(runner: CudaRunner
     assert runner.run_segment(0, four, None).data_ptr() == hidden.data_ptr()
 
 
-def test_taken_rows_are_a_copy(runner: CudaRunner) -> None:
-    hidden = torch.arange(12.0).view(6, 2)
-    taken = runner.take_rows(hidden, np.array([0, 3, 5]))
-    assert taken.tolist() == [[0, 1], [6, 7], [10, 11]]
-    hidden.zero_()
-    assert taken[1, 0] == 6
-    assert runner.take_rows(hidden, np.zeros(0, np.int64)).shape == (0, 2)
-
-
 def test_runners_of_one_pool_see_each_others_tokens(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:
     second = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, pool=runner.pool)
     alone = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE)

@@ -173,9 +173,9 @@ class OrtStore:
             inputs, outputs = ([tensor.name for tensor in side] for side in (segment.inputs, segment.outputs))
             profiles = []
             for index, bucket in enumerate(segment.buckets):
-                ranges = {tensor.name: shapes_of(tensor, bucket) for tensor in segment.inputs}
-                smallest, largest = ({name: shapes[end] for name, shapes in ranges.items()} for end in (0, 2))
-                profiles.append(ProfileRange(index, smallest, largest))
+                shapes = [shapes_of(tensor, bucket) for tensor in segment.inputs]
+                sizes = (dict(zip(inputs, each, strict=True)) for each in zip(*shapes, strict=True))
+                profiles.append(ProfileRange(index, *sizes))
             engine = OrtEngine(path, segment)
             self._files[path] = EngineFile(path, engine, tuple(inputs), tuple(outputs), tuple(profiles))
         return self._files[path]
