@@ -154,6 +154,8 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
     assert "error: other: no such engine" in run("cache", "remove", "other")[2]
     assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {}
 
+    monkeypatch.setattr(model_source, "_ensure_profile", lambda *_: None)
+
     def served(*options: object) -> EngineManifest:
         """Returns what the server would be given."""
         monkeypatch.setattr(

@@ -125,11 +125,12 @@ def make_call(
     num_kv_heads: int = 2,
     heads_per_kv: int = 1,
     block: int = 16,
-    head_dim: int = 64,
+    head_dim: int | None = None,
     sharpness: float = 1.0,
     dtype: DTypeLike = np.float32,
     dots: int = 0,
 ) -> Call:
+    head_dim = head_dim or (64, 96)[dots]  # few, because each is compiled
     longest = max(context + rows for context, rows in zip(context_lens, num_rows, strict=True))
     num_blocks, num_sequences = -(-longest // block), len(num_rows)
     block_table = rng.permutation(num_sequences * num_blocks + 3)[: num_sequences * num_blocks]
@@ -163,7 +164,7 @@ BOTH_DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float16])
 
 @BOTH_DTYPES
 @pytest.mark.parametrize(
-    ("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (3, 64, 1), (2, 24, 4), (8, 24, 6), (100, 8, 16), (8, 8, 1)]
+    ("heads_per_kv", "head_dim", "block"), [(1, 64, 16), (3, 64, 1), (2, 24, 4), (8, 24, 6), (100, 24, 16), (8, 64, 1)]
 )
 def test_rows_attend_to_what_numpy_says_and_to_nothing_hidden(
     heads_per_kv: int, head_dim: int, block: int, dtype: DTypeLike
@@ -228,7 +229,8 @@ np.save(sys.argv[2], runs())
 
 def runs() -> np.ndarray:
     """Returns results without dots and, where the CPU has them, with dots."""
-    return np.stack([random_call(7, heads_per_kv=3, head_dim=32, dots=dots).run() for dots in range(1 + HAS_DOTS)])
+    found = [random_call(7, heads_per_kv=3, dots=dots).run() for dots in range(1 + HAS_DOTS)]
+    return np.concatenate([attended.ravel() for attended in found])
 
 
 def test_pairs_of_another_cpu_give_the_same_bits(tmp_path: Path):
@@ -272,7 +274,7 @@ def run_one_by_one(call: Call, after: Callable[..., None] = lambda *_: None) -> 
 @BOTH_DTYPES
 @pytest.mark.parametrize(
     ("heads_per_kv", "head_dim", "block", "dots"),
-    [(1, 64, 16, 0), (2, 24, 4, 0), (3, 8, 1, 0), pytest.param(3, 96, 4, *DOTS.values, marks=DOTS.marks)],
+    [(1, 64, 16, 0), (2, 24, 4, 0), (3, 24, 1, 0), pytest.param(3, 96, 4, *DOTS.values, marks=DOTS.marks)],
 )
 def test_a_row_has_the_same_bits_in_any_company(
     heads_per_kv: int, head_dim: int, block: int, dots: int, dtype: DTypeLike
@@ -302,7 +304,7 @@ def test_rows_that_are_read_before_they_are_rounded_would_be_noticed():
 
 
 def test_large_scores_stay_finite():
-    call = make_call(np.random.default_rng(2), [5, 1], [60, 0], sharpness=60.0)
+    call = make_call(np.random.default_rng(2), [5, 1], [60, 0], head_dim=8, sharpness=60.0)
     scores = np.einsum("thd,thd->th", call.q, call.k) * call.scale
     assert np.abs(scores).max() > 80
     attended = call.run()
@@ -314,6 +316,16 @@ def test_the_comparison_would_notice_a_row_that_sees_one_column_more_or_less():
     attended = call.run()
     call.context_lens = call.context_lens - 1
     assert np.abs(attended - call.expected()).max() > 1e-3
+
+
+def counting_kernel() -> Kernel:
+    stamp = compilation.source_stamp()
+
+    def kernel(counts):
+        _ = stamp
+        counts[0] += 1
+
+    return compile_kernel(kernel, numba.void(i64[1]))
 
 
 @pytest.mark.parametrize("trouble", ["no directory", "no room"])
@@ -329,16 +341,12 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
         monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
         monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
     compilation.warn_once.cache_clear()
-    kernel = attention_kernel.__wrapped__(8)
+    kernel, counts = counting_kernel(), np.zeros(1, np.int64)
     [record] = [record for record in caplog.records if "again" in record.message]
     assert record.levelname == "WARNING"
     assert "NUMBA_CACHE_DIR" in record.message
-    call = random_call(6, head_dim=8)
-    pools = call.k_pool.copy(), call.v_pool.copy()
-    expected = call.run()
-    monkeypatch.setitem(globals(), "attention_kernel", lambda *_: kernel)
-    call.k_pool, call.v_pool = pools
-    np.testing.assert_array_equal(call.run(), expected)
+    kernel(counts)
+    assert counts[0] == 1
 
 
 def test_every_file_of_the_kernels_changes_the_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -358,7 +366,7 @@ def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
     compilation.warn_once.cache_clear()
     for stamp in (1, 1, 2):
         monkeypatch.setattr(compilation, "source_stamp", lambda stamp=stamp: stamp)
-        kernel: Any = attention_kernel.__wrapped__(8)
+        kernel: Any = counting_kernel()
         num_loaded.append(sum(kernel.stats.cache_hits.values()))
         reported.append("compiling kernels" in caplog.text)
         caplog.clear()

@@ -142,19 +142,20 @@ def test_calls_without_logits_and_of_one_row(source: Path, tmp_path: Path) -> No
     assert np.abs(found[0] - found[1]).max() <= MAX_ERROR
 
 
-def test_experts_of_a_gguf_file_are_stored_number_by_number(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "stored_as"), [(Type.Q8_0, "int8"), (Type.Q4_0, "int4")])
+def test_experts_of_a_gguf_file_are_stored_number_by_number(kind: Type, stored_as: str, tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     model = random_model("qwen3_moe", **{**QUANTISED, "moe_intermediate_size": 64, "num_hidden_layers": 1})
-    write_gguf(model, file, kind=Type.Q8_0)
+    write_gguf(model, file, kind=kind)
     manifest = build_engines(file, None, tmp_path / "engine", runtime="llvm", kv_block_size=BLOCK_SIZE)
-    assert manifest.target.weight_format.formats == ("int8",) * 3 and manifest.target.weight_format.rounded == ""
+    assert manifest.target.weight_format.formats == (stored_as,) * 3 and manifest.target.weight_format.rounded == ""
     file_weights = weights.WeightFile(tmp_path / "engine" / "target.safetensors")
     [stacked] = [tensor for tensor in gguf.GGUFReader(file).tensors if tensor.name == "blk.0.ffn_down_exps.weight"]
     for expert, blocks in enumerate(stacked.data):
         stored = file_weights.vector(f"layers.0.experts.{expert}.down", np.uint8)
         assert stored is not None
-        wanted = gguf.quants.dequantize(blocks, Type.Q8_0)
-        np.testing.assert_array_equal(restore_matrix(stored, 64, model.config.hidden_size, "int8").T, wanted)
+        wanted = gguf.quants.dequantize(blocks, kind)
+        np.testing.assert_array_equal(restore_matrix(stored, 64, model.config.hidden_size, stored_as).T, wanted)
 
 
 # -- whole engines -------------------------------------------------------------------------------------

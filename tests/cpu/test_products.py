@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -13,13 +14,21 @@ import ml_dtypes
 import numba
 import numpy as np
 import pytest
+from llvmlite import ir
 
 from faser_backend.core.model import COMPUTES
 from faser_backend.cpu.kernels import matrix_units, vector_products
-from faser_backend.cpu.kernels.layouts import FORMATS, LANES, num_blocks, store_groups, store_matrix, stored_bytes
+from faser_backend.cpu.kernels.layouts import (
+    FORMATS,
+    LANES,
+    LAYOUTS,
+    num_blocks,
+    store_groups,
+    store_matrix,
+    stored_bytes,
+)
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS
 from faser_backend.cpu.kernels.products import (
-    code_of,
     multiply_rows,
     pack,
     packed_size,
@@ -27,6 +36,7 @@ from faser_backend.cpu.kernels.products import (
     score_columns,
     scratch_size,
 )
+from faser_backend.cpu.kernels.segment import plain_code
 from faser_backend.cpu.kernels.vector_products import most_tile_rows
 from tests.support.cpu_products import restore_matrix
 
@@ -34,24 +44,28 @@ ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs
 
 
-def new_kernels(code: int):
-    @numba.njit(nogil=True)
-    def multiply(y, x, packed, weights, offset, first, last, num_rows, adds, scratch):
-        pack(code, packed, x, 0, num_rows)
-        multiply_rows(code, y, x, packed, weights, offset, first, last, num_rows, adds, scratch)
+@cache
+def product_and_scores(code: int):
+    """Returns one kernel for both, because the tiles that they share are most of what is compiled."""
 
+    @numba.njit(nogil=True)
+    def kernel(y, x, packed, weights, offset, first, last, num_rows, adds, scratch, scores, candidates):
+        if candidates.size:
+            score_columns(code, scores, x[0], weights, offset, candidates, scratch)
+        else:
+            pack(code, packed, x, 0, num_rows)
+            multiply_rows(code, y, x, packed, weights, offset, first, last, num_rows, adds, scratch)
+
+    return kernel
+
+
+@cache
+def column_reader(code: int):
     @numba.njit(nogil=True)
     def read(out, weights, offset, column):
         read_column(code, out, weights, offset, column)
 
-    @numba.njit(nogil=True)
-    def score(scores, x_row, weights, offset, candidates, scratch):
-        score_columns(code, scores, x_row, weights, offset, candidates, scratch)
-
-    return multiply, read, score
-
-
-kernels = cache(new_kernels)
+    return read
 
 
 class Matrix:
@@ -61,7 +75,7 @@ class Matrix:
         self, weight_format: str, num_inputs: int, num_outputs: int, compute: str = COMPUTES[0], *, seed: int = 0
     ):
         self.rng = np.random.default_rng(seed)
-        self.shape, self.code = (num_inputs, num_outputs), code_of(weight_format, compute)
+        self.shape, self.code = (num_inputs, num_outputs), plain_code(weight_format, compute)
         stored = store_matrix(self.rng.standard_normal(self.shape).astype(np.float32), weight_format)
         self.restored = restore_matrix(stored, num_inputs, num_outputs, weight_format)
         self.weights = np.concatenate([np.full(64, 255, np.uint8), stored])
@@ -76,8 +90,19 @@ class Matrix:
         adds, y = y is not None, np.full((len(x), self.shape[1]), np.nan, np.float32) if y is None else y
         scratch = np.full(scratch_size(self.shape[0]), np.nan, np.float32)
         packed = np.full(packed_size(self.shape[0], len(x)), np.nan, np.float32)
-        kernels(self.code)[0](y, x, packed, self.weights, 64, first, last, len(x), adds, scratch)
+        run, sizes = product_and_scores(self.code), (64, first, last, len(x), adds)
+        run(y, x, packed, self.weights, *sizes, scratch, y[0], np.zeros(0, np.int64))
         return y
+
+    def scores(self, x_row, candidates) -> np.ndarray:
+        """Computes x_row @ W[:, candidates]."""
+        scores, scratch = (
+            np.empty(len(candidates), np.float32),
+            np.full(scratch_size(self.shape[0]), np.nan, np.float32),
+        )
+        run, x = product_and_scores(self.code), x_row[None]
+        run(x, x, scratch, self.weights, 64, 0, 0, 1, False, scratch, scores, candidates)
+        return scores
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -213,15 +238,12 @@ def test_columns_and_scores_have_the_bits_of_weights_and_products(
     weight_format: str, compute: str, shape: tuple[int, int]
 ):
     matrix = Matrix(weight_format, *shape, compute)
-    _, read, score = kernels(matrix.code)
     candidates = matrix.rng.integers(0, shape[1], 50)
     x = matrix.rows(1)
-    scores, column = np.empty(50, np.float32), np.empty(shape[0], np.float32)
-    scratch = np.full(scratch_size(shape[0]), np.nan, np.float32)
-    score(scores, x[0], matrix.weights, 64, candidates, scratch)
-    np.testing.assert_array_equal(scores, matrix.times(x)[0, candidates])
+    column = np.empty(shape[0], np.float32)
+    np.testing.assert_array_equal(matrix.scores(x[0], candidates), matrix.times(x)[0, candidates])
     for candidate in candidates[:10]:
-        read(column, matrix.weights, 64, candidate)
+        column_reader(matrix.code)(column, matrix.weights, 64, candidate)
         np.testing.assert_array_equal(column, matrix.restored[:, candidate])
 
 
@@ -242,14 +264,14 @@ import re, sys
 import numpy as np
 from faser_backend.cpu.kernels import vector_products
 vector_products.TILE_ROWS = int(sys.argv[1])
-from tests.cpu.test_products import FORMATS, Matrix, kernels
+from tests.cpu.test_products import FORMATS, Matrix, product_and_scores
 results = {}
 for name in sys.argv[3:]:
     matrix = Matrix(name, 100, 200)
     x = matrix.rows(45)
     for num_rows in (1, 2, 5, 8, 45):
         results[f"{name}.{num_rows}"] = matrix.times(x[-num_rows:])
-    code = "".join(kernels(matrix.code)[0].inspect_llvm().values())
+    code = "".join(product_and_scores(matrix.code).inspect_llvm().values())
     tiles = {int(rows) for rows in re.findall(rf"row_tile_{name}_x2_(\\d+)", code)}
     assert tiles == set(range(1, vector_products.TILE_ROWS + 1)), tiles
 np.savez(sys.argv[2], **results)
@@ -282,6 +304,19 @@ def test_tiles_of_another_cpu_give_the_same_bits(tmp_path: Path):
             own = here.get(f"{weight_format}.{num_rows}")
             np.testing.assert_array_equal(found, matrix.times(x[-num_rows:]) if own is None else own)
             assert_right(matrix, x[-num_rows:], found, error=1e-6)
+
+
+@pytest.mark.skipif(matrix_units.has_matrix_units(), reason="matrix units have other codes")
+@pytest.mark.parametrize("weight_format", FORMATS)
+def test_arithmetics_share_a_kernel_where_they_have_the_same_code(weight_format: str):
+    codes = []
+    for num_parts in (1, 2):
+        layout, module = replace(LAYOUTS[weight_format], num_parts=num_parts), ir.Module()
+        vector_products.blocks_function(module, layout)
+        vector_products.prepare_function(module, layout)
+        codes.append(str(module).replace(layout.title, weight_format))
+    is_shared = plain_code(weight_format, COMPUTES[0]) == plain_code(weight_format, COMPUTES[1])
+    assert (codes[0] == codes[1]) == is_shared
 
 
 def test_tiles_leave_registers_for_weights_and_inputs():

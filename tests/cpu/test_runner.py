@@ -37,25 +37,25 @@ def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(source: Path, directory: Path, **options) -> EngineManifest:
-    return build_any(source, directory, runtime="llvm", **options)
+    return build_any(source, directory, runtime="llvm", compute="bf16x2", **options)
 
 
 def open_runner(directory: Path, num_threads: int = 2) -> LlvmRunner:
     manifest = EngineManifest.load(directory)
     pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
     cores = CorePartition("test", tuple(range(num_threads)))
-    return LlvmRunner(manifest.target, directory, cores, pool, num_threads=num_threads)
+    return LlvmRunner(manifest.target, directory, cores, pool, num_threads=num_threads, compute=manifest.compute)
 
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Builds one checkpoint per format of its matrices; fp16 matrices have fp16 pools."""
+    """Builds one checkpoint per format of its matrices, and one of fp32 matrices with an fp16 pool, "pool"."""
     root = tmp_path_factory.mktemp("llvm")
     source = write_checkpoint(root / "source", tie_word_embeddings=True, hidden_size=72, intermediate_size=104)
     for name in FORMATS:
-        dtype = "fp16" if name == "fp16" else "fp32"
-        build(source, root / name, weights=name, draft_weights=name, exit_layers=(1,), kv_cache_dtype=dtype)
-    return {name: root / name for name in FORMATS} | {"source": root / "source"}
+        build(source, root / name, weights=name, draft_weights=name, exit_layers=(1,))
+    build(source, root / "pool", kv_cache_dtype="fp16")
+    return {name: root / name for name in (*FORMATS, "pool", "source")}
 
 
 def logits_of(runner: LlvmRunner, chunk: int, *, is_packed: bool) -> np.ndarray:
@@ -74,7 +74,7 @@ def logits_of(runner: LlvmRunner, chunk: int, *, is_packed: bool) -> np.ndarray:
     return np.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("weights", [*FORMATS, "pool"])
 def test_a_row_has_the_same_bits_in_any_company_on_any_threads(weights: str, engines: dict[str, Path]) -> None:
     check_bits(engines[weights])
 

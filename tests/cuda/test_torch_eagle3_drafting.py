@@ -34,7 +34,10 @@ LAYER_SHARE = 0.1  # by which the layers of the pair that mostly agrees are scal
 
 
 class Agreeing(Built):
-    """A target that mostly follows token t by f(t), and a head that mostly drafts f(f(t)) from the features of t."""
+    """A target that mostly follows token t by f(t), and a head that mostly drafts f(f(t)) from the features of t.
+
+    Only a row beside another position's features would be wrong, so what is accepted tests the reference's order too.
+    """
 
     def __init__(self, root: Path) -> None:
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)

@@ -48,7 +48,7 @@ BLOCK_SIZE = 4
 CONFIGS: dict[str, dict[str, Any]] = {
     "gqa": {},
     "mha": {"num_key_value_heads": 4, "rope_theta": 500000.0},
-    "wide_heads": {"head_dim": 16, "num_key_value_heads": 1},
+    "many_heads": {"num_attention_heads": 8, "num_key_value_heads": 1},
     "whole_vocabulary": {"draft_vocab_size": None},
 }
 

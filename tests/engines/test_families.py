@@ -17,7 +17,7 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 from faser_backend.manifest import EngineManifest
-from tests.support.gathered_runner import GatheredRunner
+from tests.support.gathered_runner import GatheredRunner, Padding
 from tests.support.tiny_models import VARIANTS, VOCAB_SIZE, largest_error, make_rows, random_model, write_model
 
 MAX_ERROR = 1e-4
@@ -83,7 +83,8 @@ def test_segments_for_tensorrt_rtx_give_the_same_logits(variant: str, tmp_path: 
     """These graphs have only standard ops, so ONNX Runtime can run them."""
     model = random_model(variant)
     source = write_model(model, tmp_path / "source")
-    runner = GatheredRunner(source, tmp_path / "fp32", exit_layers=(1,), num_blocks=NUM_BLOCKS)
+    padding = Padding(rows=3, sequences=2, rows_per_sequence=4, blocks=3)
+    runner = GatheredRunner(source, tmp_path / "fp32", exit_layers=(1, 2), num_blocks=NUM_BLOCKS, padding=padding)
     assert largest_error(runner, model, seed=4) <= MAX_ERROR
     half = GatheredRunner(source, tmp_path / "fp16", exit_layers=(1,), num_blocks=NUM_BLOCKS, dtype="fp16")
     # rounding can make a row choose another expert, which is not a small error

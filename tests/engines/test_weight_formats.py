@@ -34,11 +34,11 @@ def round_matrices(source: Path, dtype: torch.dtype) -> None:
     save_file(rounded, path, metadata={"format": "pt"})
 
 
-def test_an_int8_draft_changes_no_token_of_a_float32_target(tmp_path):
+def test_an_int8_draft_changes_no_token_of_the_target(tmp_path):
     requests, answers = None, []
-    for draft_weights in ("fp32", "int8"):
+    for draft_weights in ("fp16", "int8"):
         directory = tmp_path / draft_weights
-        build_engines(DEMO / "target", DEMO / "draft", directory, weights="fp32", draft_weights=draft_weights)
+        build_engines(DEMO / "target", DEMO / "draft", directory, draft_weights=draft_weights)
         requests = requests or make_requests(directory, num_prompts=4, max_tokens=24, temperature=0.0)
         engine = build_engine(directory, EngineConfig(policy="fixed:4", pipeline="serial"))
         answers.append(drive(engine, requests).tokens)

@@ -11,6 +11,7 @@ import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,7 @@ class HashRunner:
         output, prefixes = self._run(segment, rows, hidden)
         scores = np.empty(exit_candidates.shape, np.float32)
         for row, tokens in enumerate(prefixes):
-            noise = np.random.default_rng([17, segment, zlib.crc32(tokens.tobytes())]).normal(size=self.vocab_size)
+            noise = _exit_noise(segment, _digest(tokens), self.vocab_size)
             noisy = self.logits_after(tokens) + self.exit_noise * noise
             scores[row] = noisy[exit_candidates[row]]
         return output, scores
@@ -155,6 +156,11 @@ class HashRunner:
 
 def _digest(tokens: np.ndarray) -> int:
     return zlib.crc32(tokens.tobytes())
+
+
+@cache
+def _exit_noise(segment: int, digest: int, vocab_size: int) -> np.ndarray:
+    return np.random.default_rng([17, segment, digest]).normal(size=vocab_size)
 
 
 class SequentialLanes:

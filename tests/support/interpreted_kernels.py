@@ -32,7 +32,7 @@ from faser_backend.plugins.rotate_heads import rotate_heads
 from tests.support.kernel_cases import check, small_tiles
 
 torch.set_num_threads(1)
-CASES = [("fp32", torch.float32, 12), ("fp16", torch.float16, 5), ("bf16", torch.bfloat16, 5)]
+CASES = [("fp32", torch.float32, 8), ("fp16", torch.float16, 4), ("bf16", torch.bfloat16, 4)]
 
 
 @pytest.fixture(autouse=True)
@@ -111,12 +111,11 @@ def last_program_kernel(out):
     tl.store(out, tl.program_id(0))
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_no_order_of_programs_changes_a_bit(monkeypatch, seed):
+def test_no_order_of_programs_changes_a_bit(monkeypatch):
     monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
     shape, rows, found = Shape(rows=(3, 1, 5), contexts=(40, 9, 0), head_dim=16), torch.randn(9, 64), []
     for _ in range(2):
-        calls = [make_call(shape, seed) for _ in range(2)]
+        calls = [make_call(shape, 0) for _ in range(2)]
         for num_splits, call in zip((1, 3), calls, strict=True):  # with parts, they are joined too
             run(call, num_splits=num_splits, num_sms=3)
         last, silu, normed = torch.zeros(1, dtype=torch.int32), torch.empty(9, 32), torch.empty(9, 64)
@@ -124,7 +123,7 @@ def test_no_order_of_programs_changes_a_bit(monkeypatch, seed):
         add_rms_norm(rows, None, torch.ones(64), 1e-5, None, normed)
         last_program_kernel[(64,)](last)  # the control, whose order shows
         found.append((last, silu, normed, *(tensor.nan_to_num() for call in calls for tensor in call)))
-        shuffle(monkeypatch, seed)
+        shuffle(monkeypatch, 0)
     assert [torch.equal(*pair) for pair in zip(*found, strict=True)] == [False] + [True] * (len(found[0]) - 1)
 
 
@@ -149,7 +148,7 @@ def test_few_programs_start_and_most_have_work(monkeypatch):
     monkeypatch.setattr(attention, "combine_splits", lambda *_: None)
     monkeypatch.setattr(attention, "on_grid", lambda kernel, *grid: grids.append(grid) or on_grid(kernel, *grid))
     wanted = control = 0
-    for seed in range(4):
+    for seed in range(2):
         rows = rng.integers(1, 6, rng.integers(2, 12))
         contexts = rng.integers(0, 2000, len(rows))
         call = make_call(Shape(tuple(rows), tuple(contexts), group=4, head_dim=16, kv_block_size=16), seed)

@@ -59,16 +59,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+# Heads have 8 numbers everywhere, because each width is compiled; more heads make them wider than the hidden states.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3_rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "linear_rope": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
-    "llama_attention_bias": ("llama", {"attention_bias": True}),
+    "llama_attention_bias": ("llama", {"attention_bias": True, "num_key_value_heads": 4}),
     "llama_all_biases_tied": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
-    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral": ("mistral", {"sliding_window": None, "num_attention_heads": 8}),
     "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
     "qwen2_tied": ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "qwen3": ("qwen3", {"head_dim": 16}),
-    "qwen3_tied_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 16}),
+    "qwen3": ("qwen3", {"num_attention_heads": 8}),
+    "qwen3_tied_bias": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "num_attention_heads": 8}),
     "qwen3_moe": ("qwen3_moe", EXPERTS),
     "qwen3_moe_plain_shares": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": False, "num_experts_per_tok": 3}),
 }

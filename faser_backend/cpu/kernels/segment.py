@@ -21,6 +21,7 @@ from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_item, write_
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
 from faser_backend.cpu.kernels.layouts import LANES
+from faser_backend.cpu.kernels.matrix_units import PRODUCTS, has_matrix_units
 from faser_backend.cpu.kernels.products import (
     ADDS,
     DOT_CODES,
@@ -57,19 +58,25 @@ HEAD_INPUTS = numba.types.Tuple([
 EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPUTS}
 
 
+def plain_code(weight_format: str, compute: str) -> int:
+    """Returns the code of these products, one for both arithmetics where this CPU does the same: it spares a kernel."""
+    code = code_of(weight_format, compute)
+    is_other = weight_format in PRODUCTS[1] if has_matrix_units() else code in DOT_CODES
+    return code if is_other else code_of(weight_format)
+
+
 @cache
 def segment_kernel(
     head_dim: int, pool_dtype: str, weight_formats: tuple[str, str, str], compute: str, kind: str = DENSE
 ) -> Kernel:
     """Returns the kernel for heads of head_dim values, a KV pool in pool_dtype and matrices in weight_formats.
 
-    weight_formats: one of FORMATS each for the layers, the embedding and the head. compute: one of
-    products.COMPUTES. kind: one of EXTRAS. The kernel is
-    compiled once per CPU and stored on disk. Every thread of a call runs it with the same arrays and its own index and
-    work space; all arrays are C-contiguous. Nothing is checked: shapes and indices that do not fit access foreign
-    memory.
+    weight_formats: one of FORMATS each for the layers, the embedding and the head. compute: one of products.COMPUTES.
+    kind: one of EXTRAS. The kernel is compiled once per CPU and stored on disk. Every thread of a call runs it with
+    the same arrays and its own index and work space; all arrays are C-contiguous. Nothing is checked: shapes and
+    indices that do not fit access foreign memory.
     """
-    code, embedding_code, head_code = (code_of(name, compute) for name in weight_formats)
+    code, embedding_code, head_code = (plain_code(name, compute) for name in weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
     stamp, dots = source_stamp(), int(code in DOT_CODES and head_dim % (2 * LANES) == 0)
     signature = numba.void(
