@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.cpu.weights import choose_copy
 from faser_backend.cuda.green_contexts import DriverError, GreenSplits
 from faser_backend.cuda.identity import gpu_facts, load_driver, memory_bytes
 from faser_backend.cuda.memory_plan import plan_memory
@@ -240,7 +241,7 @@ def _cpu_report(engine_dir: Path, manifest: EngineManifest, models: ModelPair, c
     num_contexts = num_blocks * size / models.max_context
     lines = [f"{manifest.compute:>12}  products", _line(free_bytes, "free on this machine")]
     lines += [
-        _line(model.num_weight_bytes, f"weights of the {name}, mapped, shared by all engines of the directory")
+        _line(model.num_weight_bytes, f"weights of the {name}, {choose_copy(model.num_weight_bytes)[1]}")
         for name, model in zip(ModelPair._fields, models.present, strict=False)
     ]
     pool = f"{num_blocks} KV blocks of {size} tokens, {num_blocks * size} in all: {num_contexts:.1f} requests of"

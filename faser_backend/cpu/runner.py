@@ -28,7 +28,7 @@ from faser_backend.cpu.kernels.products import code_of, packed_size, product_ker
 from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, SHARED_ROWS, segment_kernel
 from faser_backend.cpu.kernels.threads import barrier_state
 from faser_backend.cpu.kv_pool import KvPool, aligned_zeros
-from faser_backend.cpu.weights import WeightFile, segment_tables, useful_threads
+from faser_backend.cpu.weights import open_weights, segment_tables, useful_threads
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
@@ -129,12 +129,12 @@ class LlvmRunner:
         self.vocab_size = spec.vocab_size
         self.max_logit_rows: int | None = None
         self.max_mixed_rows: int | None = None
-        self._weights = WeightFile(engine_dir / model.weights.name)
+        self._weights = open_weights(engine_dir / model.weights.name)
         self._embedding_file = self._weights
         layers_format, embedding_format, head_format = model.weight_format.formats
         if "embedding" not in self._weights:
             assert embedding_owner is not None and embedding_owner.weights is not None, "the embedding is in no file"
-            self._embedding_file = WeightFile(engine_dir / embedding_owner.weights.name)
+            self._embedding_file = open_weights(engine_dir / embedding_owner.weights.name)
             embedding_format = embedding_owner.weight_format.formats[1]
         self._segments = [segment_tables(spec, segment, self._weights) for segment in model.segments]
         head = self._weights.offset("embedding" if spec.tie_word_embeddings else "lm_head")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
+import mmap
+import threading
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -12,8 +16,13 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine, SegmentSpec
 
-# A call of such a small model ends before a second thread has woken up.
+# A call of such a small model ends before a second thread has woken up, and its weights stay in the caches.
 ONE_THREAD_BYTES = 8 << 20
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+_open_files: WeakValueDictionary[tuple[Path, int, int, int], WeightFile] = WeakValueDictionary()
+_opening = threading.Lock()
+_log = logging.getLogger(__name__)
 
 _ATTENTION = ("q", "k", "v", "attention_out")
 _MLP = ("gate", "up", "down")
@@ -21,11 +30,24 @@ _VECTORS = ("input_norm", "mlp_norm", "q_bias", "k_bias", "v_bias", "attention_o
 _VECTORS += ("down_bias", "q_norm", "k_norm", "hidden_norm")
 
 
+def open_weights(path: Path) -> WeightFile:
+    """Opens a weight file, once for all runners of this process."""
+    state = path.stat()
+    with _opening:
+        key = path.resolve(), state.st_ino, state.st_size, state.st_mtime_ns
+        opened = _open_files.get(key)
+        if opened is None:
+            _open_files[key] = opened = WeightFile(path)
+        return opened
+
+
 class WeightFile:
-    """A mapped weight file: `data` [bytes] uint8, and the offsets of its tensors."""
+    """A weight file in memory, mapped or copied: `data` [bytes] uint8, and the offsets of its tensors."""
 
     def __init__(self, path: Path) -> None:
-        self.data = np.memmap(path, np.uint8, "r").view(np.ndarray)
+        is_copied, reason = choose_copy(path.stat().st_size)
+        _log.info("%s: %s", path.name, reason)
+        self.data = _copy(path) if is_copied else np.memmap(path, np.uint8, "r").view(np.ndarray)
         num_header_bytes = int.from_bytes(self.data[:8].tobytes(), "little")
         entries = json.loads(self.data[8 : 8 + num_header_bytes].tobytes())
         start = 8 + num_header_bytes
@@ -44,6 +66,51 @@ class WeightFile:
             return None
         first, last = self._spans[name]
         return self.data[first:last].view(dtype)
+
+
+def choose_copy(num_bytes: int) -> tuple[bool, str]:
+    """Returns whether a weight file is copied into pages of 2 MiB, and the choice with its reason, for people.
+
+    Large pages save look-ups of addresses, and a processor reads ahead to the end of a page. A mapped file has small
+    ones. A copy takes at most half of the memory that is available.
+    """
+    if num_bytes <= ONE_THREAD_BYTES:
+        return False, "mapped: small"
+    modes = _HUGE_PAGES.read_text() if _HUGE_PAGES.exists() else "[never]"
+    if "[never]" in modes:
+        return False, f"mapped: this system has no large pages ({_HUGE_PAGES})"
+    available = available_memory()
+    if num_bytes > available // 2:
+        return False, f"mapped: more than half of the {available >> 20} MiB that are available"
+    return True, "copied into pages of 2 MiB"
+
+
+def _copy(path: Path) -> np.ndarray:
+    size = path.stat().st_size
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    data = np.frombuffer(memory, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        done = 0
+        while count := file.readinto(data[done:].data):
+            done += count
+    if done < size:
+        raise OSError(f"{path}: ends after {done} of {size} bytes")
+    data.flags.writeable = False
+    return data
+
+
+def available_memory() -> int:
+    """Returns the bytes that this process can allocate without swapping, within the limit of its control group."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    try:
+        limit, used = (int((_CONTROL_GROUP / f"memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no control group, or "max"
+        return available
+    counts = (_CONTROL_GROUP / "memory.stat").read_text().splitlines()
+    cached = next((int(line.split()[1]) for line in counts if line.startswith("inactive_file ")), 0)
+    return min(available, limit - used + cached)
 
 
 class SegmentTables(NamedTuple):

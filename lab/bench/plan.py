@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.weights import available_memory
 from faser_backend.device.runtime import ModelPair
 from faser_backend.lab.answers import Answer
 from faser_backend.lab.contestants import LOADS, MAX_NUM_SEQS, Contestant, Load, Sizing, taking_part
@@ -62,12 +62,6 @@ def plan_memory(manifest: EngineManifest, num_engines: int, available_bytes: int
             "--max-context"
         )
     return MemoryPlan(num_blocks, words)
-
-
-def available_memory() -> int:
-    """Returns the bytes that can be allocated without swapping."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,12 +192,30 @@ def test_an_error_on_any_thread_reaches_the_caller_and_the_next_call_is_whole(
     runner.close()
 
 
-def test_the_file_is_as_large_as_its_format_and_mapped(engines: dict[str, Path]) -> None:
+def test_the_file_is_as_large_as_its_format(engines: dict[str, Path]) -> None:
     models = {weights: EngineManifest.load(engines[weights]).target for weights in FORMATS}
     sizes = {weights: model.num_weight_bytes for weights, model in models.items()}
     assert models["fp16"].weights is not None and sizes["fp16"] == models["fp16"].weights.num_bytes
     assert sizes["fp32"] > sizes["fp16"] == sizes["bf16"] > sizes["int8"] > sizes["int4"]
-    assert not open_runner(engines["fp16"])._weights.data.flags.owndata
+
+
+def test_weights_are_copied_once_if_memory_allows_and_else_mapped(
+    engines: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pages").write_text("always [madvise] never")
+    monkeypatch.setattr(weights, "_HUGE_PAGES", tmp_path / "pages")
+    path = tmp_path / "target.safetensors"
+    path.write_bytes((engines["fp16"] / path.name).read_bytes())
+    copied = weights.open_weights(path)
+    assert weights.open_weights(path) is copied and not copied.data.flags.writeable
+    path.write_bytes((engines["int8"] / path.name).read_bytes())
+    assert copied.data.tobytes() != weights.open_weights(path).data.tobytes() == path.read_bytes()
+    monkeypatch.setattr(weights, "available_memory", lambda: 2 * path.stat().st_size - 1)
+    assert weights.choose_copy(path.stat().st_size) == (False, "mapped: more than half of the 0 MiB that are available")
+    (tmp_path / "pages").write_text("always madvise [never]")
+    assert weights.choose_copy(1 << 30)[1].startswith("mapped: this system has no large pages")
+    mapped = weights.open_weights(engines["fp16"] / path.name)
+    assert copied.data.tobytes() == mapped.data.tobytes()
 
 
 def test_sixteen_bits_of_a_checkpoint_are_kept(tmp_path: Path) -> None:
