@@ -209,7 +209,7 @@ class ThroughputPolicy:
             draft_us=times.draft_us + times.trim_us,  # whether a chain goes on is decided after every call
             tokens_per_us=self._price,
             draft_round_us=times.draft_round_us,
-            row_price=self._price * float(times.verify_us[usual] - times.verify_us[0]) / usual,
+            row_price=self._price * max(float(times.verify_us[usual] - times.verify_us[0]), 0.0) / usual,
         )
 
     # -- learning -------------------------------------------------------------------------------

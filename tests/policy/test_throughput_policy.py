@@ -113,6 +113,13 @@ def test_does_not_change_back_and_forth(monkeypatch: pytest.MonkeyPatch):
     assert changes <= 0.03 * len(is_plain)
 
 
+def test_a_row_is_never_priced_below_nothing(monkeypatch: pytest.MonkeyPatch):
+    """Where calls of more rows seem to take less time, each chain would be as long as it may be."""
+    rules = [record.plan.decision.trim for record in steps_of(WORLDS["random 6"], "faser", monkeypatch)]
+    prices = [rule.row_price for rule in rules if rule is not None]
+    assert prices and min(prices) >= 0.0
+
+
 def test_easy_requests_draft_more_than_hard_ones(monkeypatch: pytest.MonkeyPatch):
     """In a batch of both, when neither is reported."""
     drafted: dict[bool, list[int]] = {True: [], False: []}
