@@ -208,7 +208,7 @@ class BatchTimes:
         self.verify_us = costs.call_us(TARGET, partition, rows, size, context) + costs.overhead.step(size, rows)
         self.draft_us = draft_us + costs.overhead.draft_call(active)  # [B + 1] of a call for 0..B sequences
         self.trim_us = costs.overhead.trim_call(active)  # [B + 1] that confidence adds to it
-        self.drafts_at_once = costs.drafts_at_once
+        self.drafts_at_once, self.is_measured = costs.drafts_at_once, costs.is_measured
         self.draft_round_us = float(costs.overhead.draft_round(size))
         self.lanes_us = costs.overhead.lanes_us
         self._log2_rows, self._log2_active = np.log2(rows), np.log2(np.maximum(active, 1))
@@ -218,6 +218,8 @@ class BatchTimes:
         times = copy(self)
         draft = errors.ratios(DRAFT, self.partition, self._log2_active)
         times.verify_us = self.verify_us * errors.ratios(TARGET, self.partition, self._log2_rows)
+        if self.is_measured:  # fewer rows take no longer: a slow start must not make plain seem slow for ever
+            times.verify_us = np.minimum.accumulate(times.verify_us[::-1])[::-1]
         times.draft_us, times.trim_us = self.draft_us * draft, self.trim_us * draft
         times.draft_round_us = self.draft_round_us * float(draft[-1])
         return times

@@ -230,6 +230,14 @@ def test_errors_tell_the_model_from_the_machine():
     assert (after / after[0])[1] == pytest.approx((before / before[0])[1], rel=0.35)
 
 
+def test_fewer_rows_never_seem_to_take_longer():
+    """The first plain step was slow: the machine did something else."""
+    errors, known = TimeErrors(), BatchTimesCache(costs(100.0, 2000.0, 5.0), 8)
+    errors.observe(TARGET, WHOLE, 4, 100.0, 1000.0)
+    errors.observe(TARGET, WHOLE, 16, 100.0, 100.0)
+    assert (np.diff(known.of(4, 32, WHOLE).corrected(errors).verify_us) >= 0.0).all()
+
+
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("is_mixed", [False, True])
 def test_predictions_adapt_though_every_step_reads_a_prompt(is_mixed: bool, slowness: float):
