@@ -11,11 +11,9 @@ from faser_backend.api.batch import Prompt, check_params
 from faser_backend.api.llm import LLM
 from faser_backend.api.outputs import CompletionOutput, RequestOutput
 from faser_backend.api.params import SamplingParams
-from faser_backend.core.config import DEFAULT_POLICY
 from faser_backend.core.errors import RequestError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason
-from faser_backend.serving.profile_store import PROFILE_FILE
 from faser_backend.text.chat import read_messages
 
 
@@ -68,8 +66,7 @@ def generate_once(
 
     options: of LLM. If they name adapters, the first one is used.
     The counts by source include accepted tokens after the end of the answer, num_rows_verified includes the anchors,
-    and kept_per_verification counts draft tokens. why_no_drafts and why_no_pruning are empty if some were, or could
-    have been.
+    and kept_per_verification counts draft tokens.
     """
     num_rows: list[int] = []
 
@@ -81,14 +78,7 @@ def generate_once(
     with LLM(engine_dir, on_step=note, max_num_seqs=1, **options) as llm:
         on_loaded()
         lora = next((text.partition("=")[0] for text in options.get("lora", ())), "")
-        result = _run(llm, prompt, params, lora, on_text) | {"num_rows_verified": sum(num_rows)}
-    is_plain = options.get("policy", DEFAULT_POLICY) == "none"
-    has_exits = not is_plain and options.get("early_exit") != "off" and bool(llm.manifest.exit_layers)
-    has_profile = (llm.engine_dir / PROFILE_FILE).is_file()
-    return result | {
-        "why_no_drafts": "" if result["num_drafted"] else _why_no_drafts(is_plain=is_plain, has_profile=has_profile),
-        "why_no_pruning": "" if result["num_pruned"] else _why_no_pruning(has_exits=has_exits, has_profile=has_profile),
-    }
+        return _run(llm, prompt, params, lora, on_text) | {"num_rows_verified": sum(num_rows)}
 
 
 def accepted_words(num_drafted: int, num_accepted: int) -> str:
@@ -98,28 +88,13 @@ def accepted_words(num_drafted: int, num_accepted: int) -> str:
 
 def report_line(result: dict[str, Any]) -> str:
     """Returns the figures that follow the text."""
-    drafted, accepted = result["num_drafted"], result["num_accepted"]
-    speculation = result["why_no_drafts"] or accepted_words(drafted, accepted)
-    pruning = result["why_no_pruning"] or f"{result['num_pruned']} rows pruned"
+    drafted = result["num_drafted"]
+    speculation = accepted_words(drafted, result["num_accepted"]) if drafted else "nothing drafted"
+    pruning = f"; {result['num_pruned']} rows pruned" if result["num_pruned"] else ""
     return (
         f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.3g} tokens/s; "
-        f"{speculation}; {pruning}; ended by {result['finish_reason']}"
+        f"{speculation}{pruning}; ended by {result['finish_reason']}"
     )
-
-
-def _why_no_drafts(*, is_plain: bool, has_profile: bool) -> str:
-    if is_plain:
-        return "policy none drafts nothing"
-    if not has_profile:
-        return "nothing drafted: without a profile the policy can only guess its gain"
-    return "nothing drafted: no gain was expected"
-
-
-def _why_no_pruning(*, has_exits: bool, has_profile: bool) -> str:
-    """Returns why no rows were pruned; empty if they could have been."""
-    if not has_exits:
-        return "no exits, so no rows pruned"
-    return "" if has_profile else "exits are not calibrated without a profile, so no rows pruned"
 
 
 def _run(llm: LLM, prompt: Prompt, params: SamplingParams, lora: str, on_text: Callable[[str], None]) -> dict[str, Any]:

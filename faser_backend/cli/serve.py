@@ -111,6 +111,7 @@ class ReloadOptions(OptionTable):
     admin_key_file: Path = option(..., ADMIN_KEY_FILE)
     http: str = option("127.0.0.1:8000", "Connect to Triton's HTTP port at HOST:PORT.")
     lora: NamedDirectories = option([], EngineConfig.options()["lora"], unset="those that are loaded")
+    no_lora: bool = option(False, "Serve no LoRA adapters any more.", flags="--no-lora")
     timeout: float = option(600.0, "Wait this many seconds for the new engine.")
 
 
@@ -125,7 +126,9 @@ def reload(*, options: ReloadOptions) -> None:
     from faser_backend.triton.reload import reload_engine
 
     administration = Administration(options.http, read_admin_key(options.admin_key_file))
-    before = reload_engine(administration, options.engine_dir, options.timeout, options.lora)
+    before = reload_engine(
+        administration, options.engine_dir, options.timeout, options.lora if options.lora or options.no_lora else None
+    )
     print(f"serving {options.engine_dir.resolve()} instead of {before}")
 
 

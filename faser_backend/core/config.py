@@ -121,6 +121,8 @@ class EngineConfig(OptionTable):
     )
     lora: NamedDirectories = option([], "Serve the LoRA adapter in DIR as NAME; repeatable.", values="NAME=DIR")
     max_lora_rank: int = Field(default=64, ge=1, le=1024)  # adapters of a higher rank are refused
+    # Memory of adapters that requests send; 0 refuses them.
+    lora_cache_bytes: int = option(1 << 30, Option(parameter="lora_cache_host_memory_bytes"), ge=0)
     max_num_seqs: int = option(32, "Decode at most this many requests together.", CAPACITY, ge=1, le=MAX_NUM_SEQS)
     max_queue_size: int = option(
         256, "Queue at most this many requests; 0 removes the limit.", CAPACITY, ge=0, le=1_000_000

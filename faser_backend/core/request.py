@@ -92,6 +92,9 @@ class Request:
     wants_generation_logits: bool = False  # that each output token was drawn from, before processing
     wants_stats: bool = False  # with every output, not with the last one alone
     lora_name: str = ""  # of a loaded adapter
+    lora_task_id: int = 0  # of an adapter that a request sent; 0: none
+    lora_weights: np.ndarray | None = None  # that adapter, if this request sends it; see core.adapter.read_tensors
+    lora_config: np.ndarray | None = None
     guide: str | None = None  # a grammar as text, to be compiled into sampling.grammar before the request is submitted
 
     def nth(self, index: int) -> Request:
@@ -99,7 +102,8 @@ class Request:
         if index == 0:
             return self
         sampling = replace(self.sampling, seed=(self.sampling.seed + index) % (MAX_SEED + 1))
-        return replace(self, request_id=f"{self.request_id}.{index}", sampling=sampling)
+        more = {"lora_weights": None, "lora_config": None}  # the 0th sends them
+        return replace(self, request_id=f"{self.request_id}.{index}", sampling=sampling, **more)
 
     def validate(self, limits: Limits) -> None:
         """Raises RequestError for the first field out of range."""

@@ -31,7 +31,6 @@ class Sequence:
     target_len: int = 0  # leading tokens whose KV is in the target's pool
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
     num_proposals: int = 0  # that the draft made for it, discarded ones included
-    log_probs: list[float] = field(default_factory=list)
     client_draft: tuple[int, ...] = ()  # draft tokens of the client or forced by a grammar, until verified
     num_client_tested: int = 0  # of these drafts, up to the first rejection of each
     num_client_accepted: int = 0

@@ -5,10 +5,9 @@ Serving, the simulator, the laboratory and the tests all call it, each with thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.record import StepRecord
+from faser_backend.core.decision import WHOLE
+from faser_backend.pipeline.adapters import Adapters
 from faser_backend.pipeline.engine import Engine, Ports
 from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
@@ -17,13 +16,8 @@ from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
 
-def assemble(
-    ports: Ports,
-    policy: SpeculationPolicy,
-    config: EngineConfig,
-    observers: Iterable[Callable[[StepRecord], None]] = (),
-) -> Engine:
-    """Returns the engine. config.policy is not read. `observers` are called after each step that verified."""
+def assemble(ports: Ports, policy: SpeculationPolicy, config: EngineConfig) -> Engine:
+    """Returns the engine. config.policy is not read."""
     blocks = BlockManager(
         ports.num_blocks,
         ports.kv_block_size,
@@ -42,5 +36,5 @@ def assemble(
         max_draft_lag=MAX_DRAFT_LAG if proposer is None else proposer.max_lag,
     )
     step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
-    step_runner.observers.extend(observers)
-    return Engine(step_runner, ports, max_queue_size=config.max_queue_size)
+    adapters = Adapters(ports.partitions[WHOLE].target, config.max_lora_rank, config.lora_cache_bytes)
+    return Engine(step_runner, ports, adapters, max_queue_size=config.max_queue_size)

@@ -11,19 +11,18 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
-from faser_backend.core.adapter import AdaptableRunner, AdapterMatrices
-from faser_backend.core.decision import WHOLE, PipelineMode
-from faser_backend.core.errors import ConfigError, ErrorCode, Failure, QueueFullError, RequestError
+from faser_backend.core.decision import PipelineMode
+from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Behind, Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
+from faser_backend.pipeline.adapters import Adapters
 from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
@@ -73,7 +72,6 @@ class EngineMetrics:
     kv_block_size: int = 0
     num_steps: int = 0
     num_requests: int = 0
-    num_finished: int = 0
     num_failed_steps: int = 0
     num_preemptions: int = 0
     num_drafted: int = 0
@@ -95,7 +93,7 @@ class EngineMetrics:
 class Engine:
     """Continuous batching over one draft/target pair. `close` frees what the runners hold."""
 
-    def __init__(self, step_runner: StepRunner, ports: Ports, *, max_queue_size: int) -> None:
+    def __init__(self, step_runner: StepRunner, ports: Ports, adapters: Adapters, *, max_queue_size: int) -> None:
         self.limits = ports.limits
         self.bind_thread, self.behind = ports.bind_thread, ports.behind
         self.step_runner = step_runner  # public: observers of steps and other policies are set here
@@ -105,7 +103,7 @@ class Engine:
         self._inbox: deque[Sequence] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
         self._live: set[str] = set()  # submitted and not yet ended, guarded by _condition
-        self._adapters: dict[str, Any] = {}  # of RowBatch.adapters, by name
+        self.adapters = adapters
         self._condition = threading.Condition()
         self._sequences: dict[str, Sequence] = {}  # inside the engine, owned by the step thread
         self._in_flight = InFlight.empty()  # what a step left for the next one
@@ -118,20 +116,22 @@ class Engine:
     def submit(self, request: Request) -> None:
         """Validates and queues a request. Raises RequestError or QueueFullError; nothing else moves."""
         request.validate(self.limits)
-        adapter = self._adapters.get(request.lora_name)
-        if request.lora_name and adapter is None:
-            known = ", ".join(self._adapters) or "there is none"
-            raise RequestError("lora_name", request.lora_name, f"must be a loaded adapter: {known}")
-        sequence = Sequence.from_request(request, self._ports.clock.now_ns(), adapter)
         with self._condition:
             if request.request_id in self._live:
                 raise RequestError("request_id", request.request_id, "is already in use by a running request")
-            if self._max_queue_size and self.num_waiting >= self._max_queue_size:
-                raise QueueFullError(self._max_queue_size)
             self._live.add(request.request_id)
-            self._inbox.append(sequence)
-            self._metrics.num_requests += 1
-            self._condition.notify()
+        try:
+            named, adapter = self.adapters.acquire(request)
+            sequence = Sequence.from_request(named, self._ports.clock.now_ns(), adapter)
+            with self._condition:
+                if self._max_queue_size and self.num_waiting >= self._max_queue_size:
+                    raise QueueFullError(self._max_queue_size)
+                self._inbox.append(sequence)
+                self._metrics.num_requests += 1
+                self._condition.notify()
+        except BaseException:
+            self._end_live([request.request_id])
+            raise
 
     def cancel(self, request_id: str) -> bool:
         """Ends a request as CANCELLED. Returns whether it was alive."""
@@ -148,13 +148,6 @@ class Engine:
                 self._endings.append((request_id, reason))
                 self._condition.notify()
             return is_live
-
-    def load_adapter(self, name: str, matrices: AdapterMatrices) -> None:
-        """Makes an adapter known by its name. Raises ConfigError if the runtime takes none."""
-        target = self._ports.partitions[WHOLE].target
-        if not isinstance(target, AdaptableRunner):
-            raise ConfigError(f"lora = {name!r}: this engine's runtime computes no adapters; use runtime llvm")
-        self._adapters[name] = target.store_adapter(matrices)
 
     @property
     def num_waiting(self) -> int:
@@ -235,11 +228,14 @@ class Engine:
     def _forget(self, request_ids: Iterable[str]) -> None:
         ended = list(request_ids)
         if ended:
-            with self._condition:
-                self._live.difference_update(ended)
+            self._end_live(ended)
             for request_id in ended:
                 del self._sequences[request_id]
-            self._metrics.num_finished += len(ended)
+
+    def _end_live(self, request_ids: list[str]) -> None:
+        self.adapters.release(request_ids)
+        with self._condition:
+            self._live.difference_update(request_ids)
 
     def _count(self, plan: StepPlan, outputs: list[EngineOutput]) -> None:
         metrics = self._metrics

@@ -62,7 +62,7 @@ def open_engine(
         for task_id, (name, directory) in enumerate(config.adapters.items(), 1):
             from faser_backend.engines.lora import read_adapter
 
-            engine.load_adapter(name, read_adapter(directory, manifest.target.spec, config.max_lora_rank))
+            engine.adapters.load(name, read_adapter(directory, manifest.target.spec, config.max_lora_rank))
             loading.log.info(f"LoRA adapter {name}: lora_task_id {task_id}")
         stack.pop_all()
     return engine

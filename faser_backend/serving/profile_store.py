@@ -29,16 +29,6 @@ from faser_backend.version import VERSION
 
 FORMAT_VERSION = 6  # of the file, and of the bins of its margins
 PROFILE_FILE = "profile.json"
-_SHOWN = {
-    "cpu": "CPU",
-    "num_cores": "usable cores",
-    "gpu": "GPU",
-    "num_sms": "SMs",
-    "driver": "CUDA driver",
-    "kv_cache_dtype": "KV cache",
-    "compute": "products",
-    "matrix_units": "matrix units",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +54,7 @@ class Fingerprint:
         """Returns the differences from `other` in words, none if the profile fits."""
         mine, others = ({**each.device, "faser": each.faser} for each in (self, other))
         found = [
-            f"{_SHOWN.get(name, name)} {mine.get(name, 'unknown')} instead of {others.get(name, 'unknown')}"
+            f"{name} {mine.get(name, 'unknown')} instead of {others.get(name, 'unknown')}"
             for name in mine | others
             if mine.get(name) != others.get(name)
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -151,8 +151,8 @@ def _parse_row(tensors: Tensors, request_id: str, handshake: Handshake, *, is_ll
         wants_context_log_probs=_flag(tensors, "return_context_log_probs"),
         wants_generation_logits=_flag(tensors, "return_generation_logits"),
         wants_stats=_flag(tensors, "return_perf_metrics"),
-        lora_name=_read_lora(tensors, handshake.model.adapters),
         guide=_read_guide(tensors),
+        **_read_lora(tensors, handshake.model.adapters),
     )
     if request.max_tokens < asked:
         log_clamp(asked, request)
@@ -280,13 +280,19 @@ def _read_sampling(tensors: Tensors, handshake: Handshake, *, is_llm_api: bool) 
     )
 
 
-def _read_lora(tensors: Tensors, names: Sequence[str]) -> str:
-    """Returns the adapter's name. It is given, or counted in the order of loading."""
+def _read_lora(tensors: Tensors, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the request's adapter: a loaded one by name or by its place, or a sent one, perhaps with its tensors."""
     task_id = int(read_scalar(tensors, "lora_task_id", default=0))
-    if not 0 <= task_id <= len(names):
-        limit = f"LoRA task {task_id} not found in cache; --lora has loaded {len(names)}, whose ids count from 1"
+    given = {name: tensors[name] for name in ("lora_weights", "lora_config") if name in tensors and tensors[name].size}
+    if len(given) == 1:
+        raise RequestError(next(iter(given)), "given alone", "lora_weights and lora_config come together")
+    if given and task_id <= len(names):
+        limit = f"must be above {len(names)} with lora_weights: 0 is none, and --lora has loaded {len(names)}"
         raise RequestError("lora_task_id", task_id, limit)
-    return names[task_id - 1] if task_id else read_text("lora_name", read_scalar(tensors, "lora_name", default=b""))
+    if task_id > len(names):
+        return {"lora_task_id": task_id, **{name: np.array(array) for name, array in given.items()}}
+    name = names[task_id - 1] if task_id else read_text("lora_name", read_scalar(tensors, "lora_name", default=b""))
+    return {"lora_name": name}
 
 
 def _read_guide(tensors: Tensors) -> str | None:
@@ -433,7 +439,6 @@ UNSUPPORTED = {
     name: Unsupported(feature, is_neutral)
     for feature, is_neutral, names in (
         (_LORA, _is_blank, "lora_id lora_path lora_ckpt_source"),
-        (_LORA, _is_empty, "lora_weights lora_config"),
         ("logits post-processors", _is_blank, "sampling_param_logits_post_processor_name"),
         (_PROMPT_TABLE, _is_empty, "prompt_embedding_table"),
         (_PROMPT_TABLE, _is_blank, "prompt_vocab_size prompt_table_extra_id prompt_table_extra_ids"),

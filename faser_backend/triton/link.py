@@ -38,7 +38,7 @@ from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
 
 T = TypeVar("T")
-ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float32"})
+ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float16", "float32"})
 _ARRAY, _TOKENIZER = 1, 2  # MessagePack's extension types
 _READING = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ _ENGINE_KEYS_WITHOUT_EFFECT = (
     "kv_cache_onboard_blocks enable_trt_overlap iter_stats_max_iterations request_stats_max_iterations "
     "normalize_log_probs enable_chunked_context gpu_device_ids participant_ids num_nodes "
     "lora_cache_optimal_adapter_size lora_cache_max_adapter_size lora_cache_gpu_memory_fraction "
-    "lora_cache_host_memory_bytes lora_prefetch_dir decoding_mode lookahead_window_size lookahead_ngram_size "
+    "lora_prefetch_dir decoding_mode lookahead_window_size lookahead_ngram_size "
     "lookahead_verification_set_size medusa_choices eagle_choices gpu_weights_percent enable_context_fmha_fp32_acc "
     "multi_block_mode cuda_graph_mode cuda_graph_cache_size speculative_decoding_fast_logits guided_decoding_backend "
     "xgrammar_tokenizer_info_path"

@@ -21,10 +21,10 @@ from faser_backend.triton.server import ENGINE_MODEL
 DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 
 
-def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lora: Sequence[str] = ()) -> Path:
+def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lora: Sequence[str] | None = None) -> Path:
     """Loads this directory into the server, with other options unchanged. Returns the directory that it replaces.
 
-    lora: adapters instead of those that are loaded, if there are any.
+    lora: adapters instead of those that are loaded; None: the same.
     Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. After
     an error the old engine keeps serving.
     """
@@ -40,7 +40,7 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lor
         limit = f"vocabulary {new_hash} differs from the running engine's, {old_hash}; start another server for it"
         raise ConfigError(f"--engine-dir = {new}: {limit}")
     config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
-    if lora:
+    if lora is not None:
         config["parameters"]["lora"] = {"string_value": "\n".join(lora)}
     config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton ignores an unchanged configuration
     admin.load(ENGINE_MODEL, config, timeout_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import shutil
 import signal
@@ -30,7 +29,7 @@ from faser_backend.places import DEMO_PAIR
 from faser_backend.profiling import profile as profile_module
 from faser_backend.profiling.measure import Share, shares_of
 from faser_backend.profiling.profile import run_profile
-from faser_backend.serving.processes import children, is_running, terminable
+from faser_backend.serving.processes import terminable
 from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 from tests.lab.test_replay import write_trace
 from tests.support.brief_profile import BRIEF
@@ -48,37 +47,6 @@ def start(*arguments: object) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "faser_backend.cli", *map(str, arguments)]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
-
-def ignores_interrupts(pid: int) -> bool:
-    """As workers do from when they can work, and the process that tracks resources for them."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return bool(int(status.split("SigIgn:")[1].split()[0], 16) >> (signal.SIGINT - 1) & 1)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda each: each.name)
-def test_whatever_ends_a_simulation_ends_its_workers(number: int, trace: Path, tmp_path: Path):
-    if len(os.sched_getaffinity(0)) < 2:
-        pytest.skip("one core: no workers")
-    output = tmp_path / "out"
-    options = ("--hardware", "h100", "--pair", "qwen3-32b/0.6b", "--trace", trace, "--requests", 3000)
-    process = start("simulate", *options, "--output", output)
-    try:
-        deadline = time.monotonic() + 30
-        while len(workers := children(process.pid)) < 3 or not all(map(ignores_interrupts, workers)):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
-    finally:
-        process.kill()
-        process.wait()
-    assert process.returncode != 0 and "Traceback" not in errors
-    deadline = time.monotonic() + 5
-    while any(map(is_running, workers)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [worker for worker in workers if is_running(worker)] == []
-    assert list(output.iterdir()) == []
 
 
 @pytest.mark.parametrize("command", ["simulate", "bench"])

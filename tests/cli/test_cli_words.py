@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -42,20 +40,6 @@ def test_a_forced_exit_says_what_is_missing(run, engines: dict[bool, Path]):
             status, _, err = run(*command, "--engine-dir", engines[has_exit], "--early-exit", "on")
             assert status == 1 and missing in err.splitlines()[-1]
     assert run("generate", *PROMPT, "--engine-dir", engines[False], "--early-exit", "off")[0] == 0
-
-
-def test_generate_says_why_nothing_was_drafted_or_pruned(run, engines: dict[bool, Path]):
-    def last(has_exit: bool, *options: str) -> str:
-        return run("generate", *PROMPT, "--engine-dir", engines[has_exit], *options)[1].splitlines()[-1]
-
-    assert "policy none drafts nothing; no exits, so no rows pruned" in last(False, "--policy", "none")
-    assert re.search(
-        r"accepted \d+ of [1-9]\d* drafted tokens .*; exits are not cal", last(True, "--policy", "fixed:2")
-    )
-    result = json.loads(
-        run("generate", *PROMPT, "--json", "--engine-dir", engines[True], "--policy", "fixed:2")[1].splitlines()[-1]
-    )
-    assert result["why_no_drafts"] == "" and "without a profile" in result["why_no_pruning"]
 
 
 def test_a_draft_that_is_larger_than_its_target_is_warned_of(run, tmp_path: Path):

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from faser_backend.core.adapter import module_shapes, read_tensors
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import RequestError
+from faser_backend.core.model import ModelSpec
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cpu import weights
 from faser_backend.cpu.kernels import adapters
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.lora import read_adapter
+from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline.adapters import Adapters
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.serving.compose import build_engine
 from tests.cpu.test_runner import NUM_BLOCKS, build, open_runner
-from tests.support.adapters import ATTENTION, merged, write_adapter
+from tests.support.adapters import ATTENTION, as_tensors, merged, write_adapter
 from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all, write_checkpoint, write_draft
 
@@ -112,6 +119,84 @@ def alone(folder: Path) -> dict[int, dict[str, list[int]]]:
         found[seed] = {one.request_id: drive(engine, [one]).tokens[one.request_id] for one in random_requests(seed)}
     engine.close()
     return found
+
+
+def sent(requests: list[Request], spec: ModelSpec, folder: Path) -> list[Request]:
+    """Returns the requests with task ids in place of names; the first of an adapter sends it."""
+    found, names = [], list(ADAPTERS)
+    for each in requests:
+        tensors = {}
+        if each.lora_name and all(each.lora_name != other.lora_name for other in requests[: len(found)]):
+            tensors = as_tensors(read_adapter(folder / each.lora_name, spec, 64))
+        task_id = names.index(each.lora_name) + 7 if each.lora_name else 0
+        found.append(replace(each, lora_name="", lora_task_id=task_id, **tensors))
+    return found
+
+
+def test_sent_adapters_give_the_tokens_of_loaded_ones(folder: Path, alone: dict[int, dict[str, list[int]]]) -> None:
+    options = {"num_kv_blocks": 32, "max_num_seqs": 6, "max_prefill_tokens": 9, "num_threads": 2}
+    engine = build_engine(folder / "pair", EngineConfig.from_options(policy="fixed:3", **options))
+    spec = EngineManifest.load(folder / "pair").target.spec
+    for seed, expected in alone.items():
+        assert drive(engine, sent(random_requests(seed), spec, folder), seed=seed).tokens == expected
+    assert engine.metrics().num_reused_blocks and engine.adapters.num_sent_bytes
+    tensors = as_tensors(read_adapter(folder / "every", spec, 64))
+    weights, config = tensors.values()
+    for change, message in (
+        ({}, "LoRA task 99 not found in cache. Please send LoRA weights with request"),
+        ({"lora_weights": weights[:, :99]}, r"lora_weights = .*needs \d+ finite numbers"),
+        ({"lora_weights": np.full_like(weights, np.inf)}, "finite numbers"),
+        ({"lora_config": config[1:]}, r"lora_config = .*must be \[21, 3\]"),
+        ({"lora_config": np.repeat(config[:1], 21, axis=0)}, "given twice"),
+        *(
+            ({"lora_config": np.add(config, each)}, "layer 0 to 2, rank 1")
+            for each in ((8, 0, 0), (0, 3, 0), (0, 0, 60))
+        ),
+    ):
+        bad = request("bad", [1], lora_task_id=99, **(tensors | change if change else {}))
+        with pytest.raises(RequestError, match=message):
+            engine.submit(bad)
+    assert drive(engine, [request("good", [1], 2)]).tokens["good"]
+    engine.close()
+
+
+def test_a_joined_module_is_its_parts(folder: Path) -> None:
+    spec, rng = EngineManifest.load(folder / "pair").target.spec, np.random.default_rng(0)
+    shapes = module_shapes(spec)
+    a, b = rng.standard_normal((2, 72)), rng.standard_normal((sum(shapes[name][1] for name in "qkv"), 2))
+    row = np.concatenate([a.reshape(-1), b.reshape(-1)]).astype(np.float16)
+    found = read_tensors(row[None, None], np.array([[[0, 1, 2]]]), spec, 2)
+    assert list(found) == [(1, "q"), (1, "k"), (1, "v")]
+    np.testing.assert_array_equal(np.concatenate([pair[1] for pair in found.values()], axis=1), b.T.astype(np.float16))
+    assert all((pair[0] == a.T.astype(np.float16)).all() for pair in found.values())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_memory_of_sent_adapters_is_bounded_and_what_is_in_use_stays(folder: Path, seed: int) -> None:
+    spec, rng = EngineManifest.load(folder / "pair").target.spec, np.random.default_rng(seed)
+    matrices = [read_adapter(folder / name, spec, 64) for name in ADAPTERS]
+    most = max(sum(part.nbytes for pair in each.values() for part in pair) for each in matrices)
+    target: Any = SimpleNamespace(spec=spec, store_adapter=lambda matrices: object())
+    adapters, live, seen = Adapters(target, 64, most), {}, set()
+    for step in range(200):
+        if live and rng.random() < 0.4:
+            ended = str(rng.choice(list(live)))
+            del live[ended]
+            adapters.release([ended])
+        task_id, tensors = int(rng.integers(1, 6)), as_tensors(matrices[rng.integers(len(matrices))])
+        try:
+            more = tensors if rng.random() < 0.7 else {}
+            named, adapter = adapters.acquire(request(f"{step}", [1], lora_task_id=task_id, **more))
+            assert named.lora_weights is None and named.lora_name
+            live[f"{step}"] = task_id, adapter
+        except RequestError as error:
+            known = ("not found in cache", "no done tasks to evict", "in use with other weights")
+            seen |= {words for words in known if words in str(error)}
+        assert adapters.num_sent_bytes <= most
+        for task_id, adapter in live.values():
+            assert adapters.acquire(request("again", [1], lora_task_id=task_id))[1] is adapter
+        adapters.release(["again"])
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("fault", ["", "prefixes shared by adapters", "adapters swapped"])

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.answers import jobs_of
-from faser_backend.lab.prompts import PromptLimits, PromptSet, interleaved, load_prompt_set
+from faser_backend.lab.prompts import PromptLimits, PromptSet, load_prompt_set
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
@@ -79,21 +78,6 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path):
     (tmp_path / "latin.txt").write_bytes("Größe".encode("latin-1"))
     with pytest.raises(ConfigError, match="not readable as UTF-8 text"):
         read_prompts(tmp_path / "latin.txt")
-
-
-def test_categories_are_asked_in_turn(tmp_path: Path):
-    def prompts(kinds: str) -> list[Prompt]:
-        return [Prompt(f"{kind}{index}", kind) for index, kind in enumerate(kinds)]
-
-    assert [prompt.text for prompt in interleaved(prompts("aaabbc"))] == ["a0", "b3", "c5", "a1", "b4", "a2"]
-    plain = [Prompt(text) for text in "abc"]
-    assert interleaved(plain) == plain and interleaved([]) == []
-    path = write_lines(
-        tmp_path / "p.jsonl", *({"text": prompt.text, "category": prompt.category} for prompt in prompts("aab"))
-    )
-    jobs = jobs_of(interleaved(read_prompts(path)), 5, 4, 0.5, 7)
-    assert [job.prompt for job in jobs] == ["a0", "b2", "a1", "a0", "b2"]
-    assert [(job.category, job.seed) for job in jobs] == list(zip("abaab", range(7, 12), strict=True))
 
 
 def test_messages_become_what_text_models_make_of_them(engine_dir: Path, questions: Path):

@@ -28,7 +28,6 @@ from faser_backend.lab.answers import (
 from faser_backend.lab.bench import command, compare
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear
-from faser_backend.lab.bench.timeline import LANES
 from faser_backend.lab.bench.wire import make_request
 from faser_backend.lab.checks.servers import LoadClient, serve_all
 from faser_backend.lab.command_options import BenchOptions
@@ -109,27 +108,6 @@ def test_the_oracle_drafts_what_it_saw_accepted(bench):
     oracle = [row for row in bench["rows"] if row["policy"] == "oracle"]
     assert {row["load"] for row in oracle} == {row["load"] for row in bench["rows"]}
     assert all(row["row_layers_rejected"] == 0 for row in oracle if row["load"] != "bursty"), "no row in vain"
-
-
-def test_timeline_slices_nest_in_their_lanes(output: Path, bench):
-    events = json.loads((output / "timeline.json").read_text())["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X"]
-    assert {event["tid"] for event in slices} == set(LANES.values())
-    steps = [event for event in slices if event["name"].startswith("step")]
-    assert all(event["args"]["tokens"] >= event["args"]["batch_size"] > 0 for event in steps)
-    auto = next(e["pid"] for e in events if e["name"] == "process_name" and e["args"]["name"] == "faser, auto")
-    reported = {"reason", "best_mode", "best_tokens_per_ms"}
-    counts = {(event["pid"] == auto, len(reported & set(event["args"]))) for event in steps}
-    assert counts == {(True, 3), (True, 0), (False, 0)}, "a prompt that is read alone comes without a decision"
-    for place in {(event["pid"], event["tid"]) for event in slices}:
-        open_until: list[float] = []
-        for event in sorted((e for e in slices if (e["pid"], e["tid"]) == place), key=lambda e: (e["ts"], -e["dur"])):
-            while open_until and open_until[-1] <= event["ts"] + 1e-3:
-                open_until.pop()
-            end = event["ts"] + event["dur"]
-            assert not open_until or end <= open_until[-1] + 1e-3, event
-            open_until.append(end)
-    assert len(bench["meta"]["timelines"]) == len({event["pid"] for event in slices})
 
 
 def test_files_are_replaced_together_or_not_at_all(bench, tmp_path, monkeypatch):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.bench import replay
 from faser_backend.lab.bench.replay import run_replay
 from faser_backend.lab.command_options import ReplayOptions
 from faser_backend.lab.prompts import PromptMaker
@@ -70,28 +68,6 @@ def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOpt
     assert found["num_answered"] == 20
     # Four at once: of the ten slower answers six precede the last request, so two of one lane do.
     assert found["lateness_ms_max"] > found["tpot_ms_p50"] * 400
-
-
-def test_an_interrupt_tells_what_was_measured(options: ReplayOptions, tmp_path: Path, monkeypatch, capsys):
-    endless = write_trace(tmp_path / "endless.csv", 0.01, [(20, 5)] * 3 + [(20, 5)])
-    endless.write_text(endless.read_text() + "2023-11-16 19:00:00.0000000,20,5\n")  # due in an hour
-    read_answer, answers = replay.read_answer, []
-
-    def read_and_interrupt(*received):
-        answers.append(read_answer(*received))
-        if len(answers) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return answers[-1]
-
-    monkeypatch.setattr(replay, "read_answer", read_and_interrupt)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `faser serve` leaves its own handler
-    try:
-        assert run_replay(options.model_copy(update={"trace": endless})) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    found = result_of(options)
-    assert not found["is_whole"] and found["num_requests"] == 5 and 3 <= found["num_answered"] <= 4
-    assert "interrupted: " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -105,22 +105,6 @@ def simulate(*arguments: object):
     return CliRunner().invoke(app, ["simulate", *map(str, arguments)])
 
 
-def test_the_command_writes_figures_and_every_assumption(csv, tmp_path):
-    output = tmp_path / "out"
-    named = ("--hardware", "h100", "--pair", "qwen3-32b/0.6b", "--policies", "fixed:4")
-    done = simulate("--trace", csv(), *named, "--requests", 6, "--rate", 3, "--output", output)
-    assert done.exit_code == 0, done.output
-    content = json.loads((output / "simulation.json").read_text())
-    rows = {row["policy"]: row for row in content["rows"]}
-    assert set(rows) == {"none", "fixed:4"}
-    assert all(row["num_tokens"] == sum(range(44, 50)) for row in rows.values())
-    assert rows["fixed:4"]["tpot_ms_p50"] < rows["none"]["tpot_ms_p50"]
-    text = (output / "simulation.md").read_text()
-    assert len(content["meta"]["assumptions"]) > 6
-    assert all(line in text and line[:30] in done.output for line in content["meta"]["assumptions"])
-    assert "gaps scaled by 0.3333 to 3 requests/s" in text
-
-
 def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
     path = csv(HEADER + "".join(f"2023-11-16 18:15:{index:02d}.0000000,200,60\n" for index in range(48)))
     named = ("--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "fixed:4,survival,oracle")

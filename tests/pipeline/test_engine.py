@@ -104,7 +104,7 @@ def test_stop_request_is_a_normal_shorter_answer():
 
 def test_a_runtime_without_adapters_refuses_them():
     with pytest.raises(ConfigError, match="lora = 'red': this engine's runtime computes no adapters"):
-        fake_engine("none")[0].load_adapter("red", {})
+        fake_engine("none")[0].adapters.load("red", {})
 
 
 def test_queue_limit_and_duplicate_ids():

@@ -6,9 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
+
+from faser_backend.core.adapter import MODULES, AdapterMatrices
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EVERY_MODULE = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
@@ -52,3 +55,14 @@ def merged(source: Path, adapter: Path) -> LlamaForCausalLM:
             product = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
             module.weight += config["lora_alpha"] / config["r"] * product
     return model
+
+
+def as_tensors(matrices: AdapterMatrices) -> dict[str, np.ndarray]:
+    """Returns `lora_weights` and `lora_config` of an adapter, as TensorRT-LLM's converter writes them."""
+    rows, config = [], []
+    for (layer, name), (a, b) in matrices.items():
+        rows.append(np.concatenate([a.T.reshape(-1), b.T.reshape(-1)]))
+        config.append([MODULES.index((name,)), layer, b.shape[0]])
+    width = max(map(len, rows)) + 3  # rows are padded
+    weights = np.stack([np.pad(row, (0, width - len(row))) for row in rows])
+    return {"lora_weights": weights, "lora_config": np.array(config, np.int32)}

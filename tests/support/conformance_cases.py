@@ -64,6 +64,8 @@ HONOURED: dict[str, dict[str, np.ndarray | None]] = {
     "runtime_top_k": {"runtime_top_k": one(3)},
     "num_draft_tokens": {"num_draft_tokens": one(0)},
     "lora_task_id": {"lora_task_id": one(0, np.uint64)},  # none; test_adapters.py has some
+    "lora_weights": {"lora_weights": np.zeros((1, 0, 0), np.float16)},
+    "lora_config": {"lora_config": np.zeros((1, 0, 3), np.int32)},
     "lora_name": {"lora_name": np.array([b""], dtype=object)},
     "num_return_sequences": {"num_return_sequences": one(1)},
     "MESSAGES": {"MESSAGES": text(MESSAGES), "QUERY": None},

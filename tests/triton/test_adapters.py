@@ -13,8 +13,10 @@ import pytest
 from tritonclient.utils import InferenceServerException
 
 from faser_backend import LLM, RequestOutput, SamplingParams
+from faser_backend.engines.lora import read_adapter
 from faser_backend.lab.checks.servers import free_ports
-from tests.support.adapters import write_adapter
+from faser_backend.manifest import EngineManifest
+from tests.support.adapters import as_tensors, write_adapter
 from tests.support.clients import ids_of, one, stream_grpc, token_request
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
@@ -69,10 +71,37 @@ def test_every_way_to_an_adapter_gives_its_tokens(adapted: Adapted) -> None:
         assert ids_of(response) == answer.token_ids
 
 
+def test_an_adapter_that_a_request_sends_is_known_by_its_id_from_then_on(adapted: Adapted) -> None:
+    """The text model passes it over the engine's socket, the token model to the engine itself."""
+    folder, expected = adapted.folder, adapted.expected["blue"]
+    spec = EngineManifest.load(folder / "engine").target.spec
+    tensors = {name: each[None] for name, each in as_tensors(read_adapter(folder / "blue", spec, 64)).items()}
+    arrays = token_request(*PROMPT, max_tokens=TOKENS, exclude_input_in_output=one(True, np.bool_))
+    for more in (tensors, {}):
+        arrays["lora_task_id"] = one(2**40, np.uint64)
+        assert ids_of(stream_grpc(adapted.served.grpc_port, "tensorrt_llm", arrays | more)[0]) == expected.token_ids
+    text: dict[str, Any] = {"text_input": np.array([[b"a b"]], object), "max_tokens": one(4)}
+    for more in (tensors, {}):
+        both = [
+            stream_grpc(adapted.served.grpc_port, "ensemble", text | {"lora_task_id": one(each, np.uint64)} | sent)
+            for each, sent in ((2, {}), (9, more))
+        ]
+        assert both[0][0].as_numpy("text_output") == both[1][0].as_numpy("text_output")
+    for bad, message in (
+        (tensors | {"lora_task_id": one(1, np.uint64)}, "must be above 2 with lora_weights"),
+        ({"lora_weights": tensors["lora_weights"]}, "lora_weights and lora_config come together"),
+        (tensors | {"lora_config": tensors["lora_config"] + 9}, "must be module 0 to 7"),
+    ):
+        with pytest.raises(InferenceServerException, match=message):
+            stream_grpc(adapted.served.grpc_port, "tensorrt_llm", arrays | bad)
+
+
 def test_an_unknown_adapter_is_refused(adapted: Adapted) -> None:
     with pytest.raises(openai.NotFoundError, match="the model is 'base', with adapter 'red', with adapter 'blue'"):
         complete(adapted, "green")
-    with pytest.raises(InferenceServerException, match="LoRA task 3 not found in cache"):
+    with pytest.raises(
+        InferenceServerException, match=r"LoRA task 3 not found in cache\. Please send LoRA weights with request"
+    ):
         stream_grpc(adapted.served.grpc_port, "tensorrt_llm", token_request(*PROMPT, lora_task_id=one(3, np.uint64)))
 
 
@@ -86,3 +115,7 @@ def test_a_reload_brings_other_adapters(adapted: Adapted, run: Any) -> None:
     while [model.id for model in adapted.client.models.list()] != ["base", "green"] and time.monotonic() < deadline:
         time.sleep(0.1)
     assert complete(adapted, "green") == adapted.expected["blue"].text
+    assert run(*reload[:7], "--no-lora")[0] == 0
+    while len(adapted.client.models.list().data) > 1 and time.monotonic() < deadline + 30:
+        time.sleep(0.1)
+    assert [model.id for model in adapted.client.models.list()] == ["base"]
