@@ -84,7 +84,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 LLAMA3_CONTEXT = 8192  # every model with such factors was pretrained on it
 LLAMA3_FACTORS = (1.0, 4.0)  # low_freq_factor, high_freq_factor
 
-
 TYPES = (
     "F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
     "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS",

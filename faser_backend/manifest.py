@@ -223,8 +223,6 @@ class EngineManifest:
                 raise ManifestError(
                     f"{path}: {name}.segments do not cover layers 0 to {model.spec.num_layers} in order"
                 )
-            for segment in model.segments:
-                _check_buckets(path, segment)
         for end_id in self.end_ids:
             if not 0 <= end_id < sizes[0]:
                 raise ManifestError(f"{path}: end_ids = {end_id}: must lie in [0, {sizes[0] - 1}]")
@@ -274,16 +272,6 @@ def file_sha256(path: Path, report: Callable[[int], None] = lambda num_bytes: No
 def _check_choice(path: Path, field: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ManifestError(f"{path}: {field} = {value!r:.80}: must be one of {', '.join(choices)}")
-
-
-def _check_buckets(path: Path, segment: SegmentSpec) -> None:
-    for bucket in segment.buckets:
-        for dimension, (least, usual, most) in bucket.ranges.items():
-            if not 0 <= least <= usual <= most:
-                raise ManifestError(
-                    f"{path}: bucket {bucket.name} of {segment.file.name}: {dimension} = {least}, {usual}, {most}: "
-                    "must be at least 0 and ascending"
-                )
 
 
 def _check_size(directory: Path, file: FileSpec) -> None:

@@ -129,8 +129,6 @@ def build(*, options: BuildOptions) -> None:
             "cannot help; are --target and --draft swapped?",
             file=sys.stderr,
         )
-    if {options.weights, options.draft_weights} - {None, "fp32"}:
-        print("measure how these weight formats change answers: scripts/check_weights.py")
 
 
 def _check_source(option: str, given: str) -> None:

@@ -51,11 +51,6 @@ class TrimRule:
         """Returns the tokens that the time of a draft call for num_chains is worth; past draft_us, its last entry."""
         return self.tokens_per_us * float(self.draft_us[min(num_chains, self.draft_us.size - 1)])
 
-    @property
-    def draft_prices(self) -> np.ndarray:
-        """[B + 1] tokens that the time of a draft call is worth, by number of chains."""
-        return self.tokens_per_us * self.draft_us
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExitView:

@@ -28,27 +28,13 @@ def accept_matches(
     all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend on what was
     drafted or pruned.
     """
-    num_sequences, num_columns = frontier.drafted.shape
-    if sampled.size == num_sequences * (num_columns + 1) and (num_kept is None or (num_kept > num_columns).all()):
-        return _accept_uniform(frontier.drafted, sampled)
+    num_columns = frontier.drafted.shape[1]
     num_kept = _kept_rows(cu_rows, num_kept)
     tokens = sampled[_padded_rows(cu_rows, num_kept, num_columns + 1)]  # [B, K + 1]
     num_tested = np.minimum(frontier.num_drafted, num_kept)
     num_accepted = _leading(tokens[:, :-1] == frontier.drafted, num_tested)
     num_emitted = np.minimum(num_accepted + 1, num_kept)
     return _acceptance(tokens, num_accepted, num_emitted)
-
-
-def _accept_uniform(drafted: np.ndarray, sampled: np.ndarray) -> Acceptance:
-    """Does the same as accept_matches if every sequence drafted K tokens and none were pruned, in fewer operations."""
-    num_sequences, num_columns = drafted.shape
-    tokens = sampled.reshape(num_sequences, num_columns + 1)
-    if num_columns == 0:
-        return Acceptance(tokens, np.zeros(num_sequences, np.int64), np.ones(num_sequences, np.int64))
-    fails = np.ones(tokens.shape, np.bool_)
-    np.not_equal(tokens[:, :-1], drafted, out=fails[:, :-1])
-    num_accepted = fails.argmax(axis=1)
-    return Acceptance(tokens, num_accepted, num_accepted + 1)
 
 
 def accept_by_rejection(

@@ -71,7 +71,6 @@ class EngineMetrics:
     num_reused_blocks: int = 0
     kv_block_size: int = 0
     num_steps: int = 0
-    num_requests: int = 0
     num_failed_steps: int = 0
     num_preemptions: int = 0
     num_drafted: int = 0
@@ -127,7 +126,6 @@ class Engine:
                 if self._max_queue_size and self.num_waiting >= self._max_queue_size:
                     raise QueueFullError(self._max_queue_size)
                 self._inbox.append(sequence)
-                self._metrics.num_requests += 1
                 self._condition.notify()
         except BaseException:
             self._end_live([request.request_id])

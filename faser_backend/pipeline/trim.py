@@ -47,7 +47,7 @@ def continues(rule: TrimRule, survival: np.ndarray, slots: np.ndarray) -> np.nda
     if gain.size == 1:  # steps of a single request are short: every array operation counts
         return gain > rule.draft_price(1)
     order = np.argsort(-gain, kind="stable")
-    net = np.cumsum(gain[order]) - _for_counts(rule.draft_prices, np.arange(1, gain.size + 1))
+    net = np.cumsum(gain[order]) - _for_counts(rule.tokens_per_us * rule.draft_us, np.arange(1, gain.size + 1))
     best = int(net.argmax())
     goes_on = np.zeros(gain.size, np.bool_)
     if net[best] > 0.0:

@@ -33,7 +33,6 @@ from faser_backend.serving.warm_up import warm_up
 
 _log = logging.getLogger(__name__)
 
-
 MIN_CONTEXT = 256  # tokens; less is of no use to anyone
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +104,3 @@ def test_what_a_command_line_gives_comes_back_from_a_configuration():
 def test_bad_parameters_are_named(table, name, value, limit):
     with pytest.raises(ConfigError, match=f"^{name} = '{value}': Input {limit}"):
         table.from_parameters(given(**{name: value}))
-
-
-def test_the_former_name_of_the_models_still_works():
-    stub = "import sys, unittest.mock as m; sys.modules['triton_python_backend_utils'] = m.MagicMock()\n"
-    code = stub + "from faser_backend.serving.triton_model import TextModel; print(TextModel.__module__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == "faser_backend.triton.model\n"

@@ -141,12 +141,12 @@ def test_drafting_on_is_its_definition(seed: int, size: int):
     )
     nets = [0.0]
     for count in range(1, size + 1):
-        nets.append(sum(g for g, _ in gains[:count]) - float(chosen.draft_prices[count]))
+        nets.append(sum(g for g, _ in gains[:count]) - chosen.tokens_per_us * chosen.draft_us[count])
     best = int(np.argmax(nets))
     goes_on = going(chosen, survival)
     np.testing.assert_allclose(sorted(expected_gain(chosen, survival, SLOTS[:size]))[::-1], [g for g, _ in gains])
     assert sum(gains[i][0] for i in range(int(goes_on.sum()))) - (
-        float(chosen.draft_prices[int(goes_on.sum())]) if goes_on.any() else 0.0
+        chosen.tokens_per_us * chosen.draft_us[int(goes_on.sum())] if goes_on.any() else 0.0
     ) == pytest.approx(nets[best])
 
 
