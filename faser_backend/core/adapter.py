@@ -27,8 +27,7 @@ class AdaptableRunner(Protocol):
         ...
 
 
-# TensorRT-LLM's ids of modules: attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h, mlp_4h_to_h, mlp_gate. The
-# activation is applied to mlp_h_to_4h.
+# By TensorRT-LLM's id: attn_qkv, attn_q, attn_k, attn_v, attn_dense, mlp_h_to_4h (activated), mlp_4h_to_h, mlp_gate.
 MODULES = (("q", "k", "v"), ("q",), ("k",), ("v",), ("attention_out",), ("gate",), ("down",), ("up",))
 
 
@@ -41,10 +40,8 @@ def read_tensors(weights: np.ndarray, config: np.ndarray, spec: ModelSpec, max_r
     """
     rows, modules = weights.reshape(-1, weights.shape[-1]), config.reshape(-1, config.shape[-1])
     if modules.shape != (len(rows), 3):
-        raise RequestError(
-            "lora_config", list(config.shape), f"must be [{len(rows)}, 3], a row per row of lora_weights"
-        )
-    shapes, largest = module_shapes(spec), int(modules[:, 2].max())
+        raise RequestError("lora_config", list(config.shape), f"must be [{len(rows)}, 3], a row for each module")
+    shapes, largest = module_shapes(spec), min(int(modules[:, 2].max()), max_rank)
     found: AdapterMatrices = {}
     for row, (module, layer, rank) in zip(rows, modules.tolist(), strict=True):
         if not (0 <= module < len(MODULES) and 0 <= layer < spec.num_layers and 1 <= rank <= max_rank):
@@ -71,6 +68,5 @@ def module_shapes(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes = {"q": (hidden, num_q), "k": (hidden, num_kv), "v": (hidden, num_kv), "attention_out": (num_q, hidden)}
-    return shapes | (
-        {} if spec.num_experts else {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
-    )
+    mlp = {} if spec.num_experts else {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    return shapes | mlp

@@ -41,7 +41,8 @@ class Adapters:
         self._target, self._max_rank, self._max_bytes = target, max_rank, max_bytes
         self._loaded: dict[str, Any] = {}
         self._sent: OrderedDict[int, SentAdapter] = OrderedDict()  # the last used at the end
-        self._lock = threading.Lock()
+        self._submitting = threading.Lock()  # held while an adapter is read, which takes long
+        self._lock = threading.Lock()  # of _sent; the step's thread takes it too
 
     @property
     def num_sent_bytes(self) -> int:
@@ -65,15 +66,16 @@ class Adapters:
                 known = ", ".join(self._loaded) or "there is none"
                 raise RequestError("lora_name", request.lora_name, f"must be a loaded adapter: {known}")
             return request, adapter
-        with self._lock:
+        with self._submitting:
             if request.lora_weights is not None and request.lora_config is not None:
                 self._store(task_id, request.lora_weights, request.lora_config)
             sent = self._sent.get(task_id)
             if sent is None:
                 limit = f"LoRA task {task_id} not found in cache. Please send LoRA weights with request"
                 raise RequestError("lora_task_id", task_id, limit)
-            self._sent.move_to_end(task_id)
-            sent.users.add(request.request_id)
+            with self._lock:
+                self._sent.move_to_end(task_id)
+                sent.users.add(request.request_id)
         return replace(request, lora_name=sent.name, lora_weights=None, lora_config=None), sent.adapter
 
     def release(self, request_ids: Iterable[str]) -> None:
@@ -94,12 +96,14 @@ class Adapters:
             raise RequestError("lora_weights", list(weights.shape), NO_RUNTIME)
         matrices = read_tensors(weights, config, self._target.spec, self._max_rank)
         num_bytes = sum(part.nbytes for pair in matrices.values() for part in pair)
+        new = SentAdapter(name, self._target.store_adapter(matrices), num_bytes)
         idle = [each for each, sent in self._sent.items() if not sent.users and each != task_id]
         room = self._max_bytes - sum(sent.num_bytes for sent in self._sent.values() if sent.users)
         if num_bytes > room:
             limit = f"Cache is full. There are no done tasks to evict; {room} of {self._max_bytes} bytes are free"
             raise RequestError("lora_weights", f"{num_bytes} bytes", limit)
-        self._sent.pop(task_id, None)
-        while self.num_sent_bytes + num_bytes > self._max_bytes:
-            del self._sent[idle.pop(0)]
-        self._sent[task_id] = SentAdapter(name, self._target.store_adapter(matrices), num_bytes)
+        with self._lock:
+            self._sent.pop(task_id, None)
+            while self.num_sent_bytes + num_bytes > self._max_bytes:
+                del self._sent[idle.pop(0)]
+            self._sent[task_id] = new

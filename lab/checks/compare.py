@@ -142,18 +142,23 @@ def measure_servers(
         return measure_loads(one_after_the_other(runs), list(runs), prompts, args, "Triton")
 
 
-def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
-    """Draws tokens/s at the lowest temperature by clients, a bar per contestant. Returns the paths."""
+def draw(rows: Sequence[Row], stem: Path, *, joins_places: bool = False) -> list[Path]:
+    """Draws tokens/s at the lowest temperature by clients, a bar per contestant and place. Returns the paths.
+
+    joins_places: a bar per contestant, with the median over all.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")  # files only: no window system is needed
     import matplotlib.pyplot as plt
 
     least = min(row["temperature"] for row in rows)
-    bars: dict[str, dict[int, float]] = {}
+    found: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         if row["temperature"] == least:
-            bars.setdefault(f"{row['policy']}, {row['place']}", {})[row["num_clients"]] = row["tokens_per_s"]
+            name = row["policy"] if joins_places else f"{row['policy']}, {row['place']}"
+            found.setdefault(name, {}).setdefault(row["num_clients"], []).append(row["tokens_per_s"])
+    bars = {name: {count: median(of) for count, of in each.items()} for name, each in found.items()}
     clients = sorted({count for heights in bars.values() for count in heights})
     width = 0.86 / len(bars)
     paths = []
@@ -176,8 +181,10 @@ def draw(rows: Sequence[Row], stem: Path) -> list[Path]:
     return paths
 
 
-def write(args: argparse.Namespace, title: str, asked: Any, notes: list[str], rows: list[Row]) -> None:
-    """asked: the PromptSet. Files of these rows; the table on stdout."""
+def write(
+    args: argparse.Namespace, title: str, asked: Any, notes: list[str], rows: list[Row], *, joins_places: bool = False
+) -> None:
+    """Writes the files of these rows, and prints the table. asked: the PromptSet. joins_places: see draw."""
     meta = environment.describe(args.seed) | {"repeats": args.repeats, "prompts": asked.as_dict()}
     kind = "messages under the chat template" if asked.is_chat else "completions, no end token"
     lines = [
@@ -189,7 +196,7 @@ def write(args: argparse.Namespace, title: str, asked: Any, notes: list[str], ro
         *markdown_table(COLUMNS, rows),
     ]
     print(write_results(args.output / args.name, title, meta, lines, rows))
-    draw(rows, args.output / args.name)
+    draw(rows, args.output / args.name, joins_places=joins_places)
 
 
 def described(engine_dir: Path) -> str:

@@ -5,7 +5,7 @@
     python -m lab.peers --prompts question.jsonl --chat --only llama,openvino --clients 16
 
 Measures SmolLM2-135M-Instruct or another GGUF file, one piece (a peer with ours beside it) after another. Writes
-NAME.json, NAME.md and the picture, as faser_backend.lab.checks.compare does.
+NAME.json, NAME.md and the picture, as faser_backend.lab.checks.compare does; a bar of ours is the median over pieces.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> None:
             rows += found
             notes.append(note)
             if rows:
-                write(args, f"{files.name} beside other programs", asked, notes, rows)
+                write(args, f"{files.name} beside other programs", asked, notes, rows, joins_places=True)
             else:
                 print(note)
     except (FaserError, RuntimeError) as error:

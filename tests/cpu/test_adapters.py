@@ -152,6 +152,7 @@ def test_sent_adapters_give_the_tokens_of_loaded_ones(folder: Path, alone: dict[
             ({"lora_config": np.add(config, each)}, "layer 0 to 2, rank 1")
             for each in ((8, 0, 0), (0, 3, 0), (0, 0, 60))
         ),
+        ({"lora_config": np.append(config[:20], [[4, 0, 2**31 - 1]], axis=0)}, "rank 1 to 64"),
     ):
         bad = request("bad", [1], lora_task_id=99, **(tensors | change if change else {}))
         with pytest.raises(RequestError, match=message):
