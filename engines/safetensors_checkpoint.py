@@ -91,7 +91,8 @@ class SafetensorsFile:
                 num_header_bytes = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(num_header_bytes))
         except FileError as error:
-            raise CheckpointError(str(error)) from None
+            hint = "; pickled weights (.bin, .pt, .pth) are never opened: convert them" * error.is_missing
+            raise CheckpointError(f"{error}{hint}") from None
         except (OSError, SafetensorError, RecursionError) as error:
             raise CheckpointError(f"{path}: not readable as safetensors ({error})") from None
         self._entries: dict[str, dict] = {name: entry for name, entry in header.items() if name != _METADATA}

@@ -120,17 +120,7 @@ def test_buckets_and_targets_round_trip(engine: Path, tmp_path: Path) -> None:
     assert len({manifest.draft, manifest.draft}) == 1, "models are keys of what was loaded for them"
 
 
-@pytest.mark.parametrize(
-    ("ranges", "message"),
-    [
-        ({"T": [1, 40, 32]}, "bucket decode of draft.safetensors: T = 1, 40, 32: must be at least 0 and ascending"),
-        ({"T": [-1, 0, 32]}, "T = -1, 0, 32: must be at least 0 and ascending"),
-        ({"T": [1, 2]}, "malformed"),
-    ],
-)
-def test_ranges_that_make_no_sense_are_refused(
-    ranges: dict[str, list[int]], message: str, engine: Path, tmp_path: Path
-) -> None:
-    bucket = {"name": "decode", "ranges": ranges, "split": ""}
-    with pytest.raises(ManifestError, match=message):
+def test_ranges_of_two_numbers_are_refused(engine: Path, tmp_path: Path) -> None:
+    bucket = {"name": "decode", "ranges": {"T": [1, 2]}, "split": ""}
+    with pytest.raises(ManifestError, match="malformed"):
         EngineManifest.load(edited(engine, tmp_path / "bad", {}, bucket))
