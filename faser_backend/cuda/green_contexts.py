@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from faser_backend.core.errors import FaserError
 from faser_backend.device.partition import draft_sizes
 
-SM_RESOURCE = 1  # CU_DEV_RESOURCE_TYPE_SM
 DEFAULT_STREAM_FLAG = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required by drivers for CUDA 12 and 13.0
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the only kind of stream that a green context has
 NO_FLAGS = 0
@@ -45,7 +44,8 @@ class GreenSplits:
         self._driver, self._refusal = driver, ""
         with ExitStack() as stack:
             self._device = self._open_device(ordinal)
-            whole = self._call("cuDeviceGetDevResource", self._device, sm_kind(driver))
+            self._sms = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+            whole = self._call("cuDeviceGetDevResource", self._device, self._sms)
             self.num_sms = int(whole.sm.smCount)
             groups, rest = self._split(whole)
             self.group_sms = int(groups[0].sm.smCount)
@@ -107,7 +107,7 @@ class GreenSplits:
         with ExitStack() as own:
             context = self._call("cuGreenCtxCreate", description, self._device, DEFAULT_STREAM_FLAG)
             own.callback(self._call, "cuGreenCtxDestroy", context)
-            granted = self._call("cuGreenCtxGetDevResource", context, sm_kind(self._driver))
+            granted = self._call("cuGreenCtxGetDevResource", context, self._sms)
             stream = self._call("cuGreenCtxStreamCreate", context, NON_BLOCKING, 0)
             own.callback(self._call, "cuStreamDestroy", stream)  # before its context
             stack.callback(own.pop_all().close)
@@ -130,9 +130,3 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
     if int(status) != 0:
         raise DriverError(f"{name}: {getattr(status, 'name', status)}")
     return results[0] if len(results) == 1 else tuple(results)
-
-
-def sm_kind(driver: Any) -> Any:
-    """Returns CU_DEV_RESOURCE_TYPE_SM as a member of the bindings' enumeration."""
-    kinds = getattr(driver, "CUdevResourceType", None)
-    return SM_RESOURCE if kinds is None else kinds.CU_DEV_RESOURCE_TYPE_SM

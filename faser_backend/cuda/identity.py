@@ -12,7 +12,6 @@ from faser_backend.cuda.green_contexts import DriverError, call_driver
 from faser_backend.plugins.tensorrt_import import import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
 
-NUM_SMS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 NAME_BYTES = 128
 
 
@@ -38,8 +37,7 @@ def gpu_facts(driver: Any) -> GpuFacts:
         raise DriverError("the driver shows no GPU")
     device = call_driver(driver, "cuDeviceGet", 0)
     name = call_driver(driver, "cuDeviceGetName", NAME_BYTES, device)
-    attributes = getattr(driver, "CUdevice_attribute", None)  # the bindings require their own enumeration
-    attribute = NUM_SMS if attributes is None else attributes.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
     num_sms = int(call_driver(driver, "cuDeviceGetAttribute", attribute, device))
     driver_version = int(call_driver(driver, "cuDriverGetVersion"))
     return GpuFacts(name.split(b"\0")[0].decode(), num_sms, driver_version, num_gpus)

@@ -15,7 +15,6 @@ from faser_backend.cuda.green_contexts import (
     DriverError,
     GreenSplits,
     call_driver,
-    sm_kind,
 )
 from faser_backend.cuda.streams import SmMenu, open_menu
 from faser_backend.device.partition import split_name
@@ -225,16 +224,26 @@ def test_the_fake_sees_what_is_not_ordered() -> None:
         cuda.check_order()
 
 
+def sm_kind(driver: Any) -> Any:
+    return driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
+
+
 @pytest.mark.parametrize(
     ("name", "make_arguments"),
     [
         ("cuInit", lambda driver: (0,)),
         ("cuDeviceGet", lambda driver: (0,)),
-        ("cuDeviceGetDevResource", lambda driver: (driver.CUdevice(0), sm_kind(driver))),
+        (
+            "cuDeviceGetDevResource",
+            lambda driver: (driver.CUdevice(0), sm_kind(driver)),
+        ),
         ("cuDevSmResourceSplitByCount", lambda driver: (16, driver.CUdevResource(), NO_FLAGS, 8)),
         ("cuDevResourceGenerateDesc", lambda driver: ([driver.CUdevResource()] * 2, 2)),
         ("cuGreenCtxCreate", lambda driver: (driver.CUdevResourceDesc(), driver.CUdevice(0), DEFAULT_STREAM_FLAG)),
-        ("cuGreenCtxGetDevResource", lambda driver: (driver.CUgreenCtx(), sm_kind(driver))),
+        (
+            "cuGreenCtxGetDevResource",
+            lambda driver: (driver.CUgreenCtx(), sm_kind(driver)),
+        ),
         ("cuGreenCtxStreamCreate", lambda driver: (driver.CUgreenCtx(), NON_BLOCKING, 0)),
     ],
 )

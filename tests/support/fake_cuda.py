@@ -44,6 +44,9 @@ class FakeDriver:
     fails_at: a function's name, or its name and the number of its call (from 1), that answers with `status`.
     """
 
+    CUdevResourceType = SimpleNamespace(CU_DEV_RESOURCE_TYPE_SM=1)
+    CUdevice_attribute = SimpleNamespace(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT=16)
+
     def __init__(
         self,
         num_sms: int = 132,
