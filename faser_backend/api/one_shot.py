@@ -12,7 +12,6 @@ from faser_backend.api.llm import LLM
 from faser_backend.api.outputs import CompletionOutput, RequestOutput
 from faser_backend.api.params import SamplingParams
 from faser_backend.core.errors import RequestError
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import FinishReason
 from faser_backend.text.chat import read_messages
 
@@ -58,27 +57,19 @@ def generate_once(
     *,
     engine_dir: Path | None,
     on_text: Callable[[str], None] = lambda text: None,
-    on_step: Callable[[StepRecord], None] = lambda record: None,
     on_loaded: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> dict[str, Any]:
     """Streams an answer to `on_text` and returns its figures. Raises FaserError.
 
     options: of LLM. If they name adapters, the first one is used.
-    The counts by source include accepted tokens after the end of the answer, num_rows_verified includes the anchors,
-    and kept_per_verification counts draft tokens.
+    The counts by source include accepted tokens after the end of the answer.
     """
-    num_rows: list[int] = []
-
-    def note(record: StepRecord) -> None:
-        num_rows.append(int(record.frontier.num_rows.sum()))
-        on_step(record)
-
     check_params(params)
-    with LLM(engine_dir, on_step=note, max_num_seqs=1, **options) as llm:
+    with LLM(engine_dir, max_num_seqs=1, **options) as llm:
         on_loaded()
         lora = next((text.partition("=")[0] for text in options.get("lora", ())), "")
-        return _run(llm, prompt, params, lora, on_text) | {"num_rows_verified": sum(num_rows)}
+        return _run(llm, prompt, params, lora, on_text)
 
 
 def accepted_words(num_drafted: int, num_accepted: int) -> str:
@@ -115,7 +106,6 @@ def _run(llm: LLM, prompt: Prompt, params: SamplingParams, lora: str, on_text: C
         "num_drafted_by_source": dict(+metrics.num_drafted_by_source),
         "num_accepted_by_source": dict(+metrics.num_accepted_by_source),
         "num_pruned": answer.stats.num_pruned,
-        "kept_per_verification": round(answer.stats.num_accepted / max(answer.stats.num_steps, 1), 3),
         "tokens_per_s": round(len(answer.token_ids) / seconds, 1),
         "finish_reason": _finish_reason(answer).value,
         "seed": answer.seed,

@@ -342,19 +342,13 @@ class Frontend:
     # -- the canceller thread ---------------------------------------------------------------------
 
     def _run_canceller(self) -> None:
-        period_s = self._handshake.cancellation_period_s
-        while not self._closing.wait(period_s):
-            started_s = time.monotonic()
+        while not self._closing.wait(self._handshake.cancellation_period_s):
             with self._lock:
                 exchanges = set(self._live.values())
             for exchange in exchanges:
                 if not exchange.is_ending and _is_cancelled(exchange.responder):
                     exchange.is_ending = True
                     self._cancel(list(exchange.open_ids))
-            if time.monotonic() - started_s > 10 * period_s:
-                _log.warning(
-                    "polling %d requests for cancellation took longer than %.1f s", len(exchanges), 10 * period_s
-                )
 
 
 def _is_cancelled(responder: Responder) -> bool:

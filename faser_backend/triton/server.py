@@ -134,7 +134,6 @@ class TritonServer:
             self._environment = server_environment(install)
             self._is_ready = False
             self.num_starts = 0
-            self.num_lost_lines = 0  # log lines that could not be written
             self._start()
         except BaseException as error:
             self._launch_folder.remove()
@@ -253,10 +252,8 @@ class TritonServer:
         with self.log_file.open("wb", buffering=0) as log:
             for line in self.process.stdout:
                 # Keep reading after errors: a server blocks when the pipe of its log is full.
-                try:
+                with contextlib.suppress(OSError):
                     log.write(line)
-                except OSError:
-                    self.num_lost_lines += 1
                 if self.options.verbose:
                     with contextlib.suppress(OSError):
                         sys.stderr.buffer.write(line)

@@ -29,9 +29,6 @@ def test_generate_json_is_complete_and_repeats_with_its_seed(run, engine_dir):
     assert 1 <= len(result["token_ids"]) <= 30 and result["text"]
     assert 0 < result["num_accepted"] <= result["num_drafted"] and result["num_pruned"] == 0
     assert result["num_drafted_by_source"] == {"model": result["num_drafted"]}
-    num_tokens, num_steps = len(result["token_ids"]), result["num_rows_verified"] - result["num_drafted"]
-    assert num_steps <= num_tokens == num_steps + result["num_accepted"]
-    assert result["kept_per_verification"] == pytest.approx(result["num_accepted"] / num_steps, abs=1e-3)
     assert result["tokens_per_s"] > 0 and result["finish_reason"] in ("length", "end_id")
     assert json.loads(run(*command)[1])["token_ids"] == result["token_ids"]
     plain = json.loads(run(*command, "--policy", "none")[1])
