@@ -1,7 +1,10 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
 """The attention kernels as quickly deployable TensorRT plugins, compiled ahead of time into the engine.
 
 Such an engine runs without Python. TensorRT launches one kernel per plugin, so there are two, `faser::AttendSplits` and
-`faser::CombineSplits`. It reads names and types from the signatures of two functions per plugin, made here.
+`faser::CombineSplits`. Their bodies are in `pruned_chunk_attention` and `split_combine`; here they get the parameters
+that TensorRT passes: inputs, integers, outputs, in this order. TensorRT reads names and types from the signatures of
+two functions per plugin, made here.
 """
 
 from __future__ import annotations
@@ -12,7 +15,13 @@ from importlib import import_module
 from inspect import Parameter, Signature
 from typing import Any
 
-from faser_backend.plugins.compile import WARP_SIZE, Compiled
+import triton
+import triton.language as tl
+
+from faser_backend.plugins.attention_config import MAX_SPLITS, MIN_TOKENS_PER_SPLIT, LaunchConfig, padded_head_dim
+from faser_backend.plugins.compile import WARP_SIZE, Compiled, compile_kernel
+from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
+from faser_backend.plugins.split_combine import combine_splits_kernel
 from faser_backend.plugins.tensorrt_contract import (
     ATTEND_OP,
     ATTENTION_INPUTS,
@@ -20,6 +29,7 @@ from faser_backend.plugins.tensorrt_contract import (
     COMBINE_OP,
     FLOAT_DTYPES,
     GEOMETRY_FIELDS,
+    INDEX_INPUTS,
     NAMESPACE,
     DimensionOps,
     Geometry,
@@ -28,10 +38,113 @@ from faser_backend.plugins.tensorrt_contract import (
     combine_launch,
     part_rows,
 )
-from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combine
 
 # The limit that needs no permission; TensorRT does not document that it raises it for a plugin's kernel.
 MAX_SHARED_BYTES = 48 * 1024
+COMBINE_WARPS = 4
+
+
+@triton.jit
+def attend_splits_kernel(
+    q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping,
+    num_rows, num_blocks, num_sequences,
+    num_columns,  # of block_table
+    num_splits, mixed_parts, stat_parts,
+    k_pool_out,  # the same as k_pool: TensorRT passes every output
+    v_pool_out,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
+    SCALE_LOG2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_D: tl.constexpr,
+    MOST_PARTS: tl.constexpr, MIN_PART_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: as the body's. Tensors of TensorRT are contiguous."""
+    pruned_chunk_attention_kernel(
+        q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, None,
+        NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
+        num_blocks, num_columns, num_sequences, num_rows, num_splits, MIN_PART_TOKENS, None, mixed_parts, stat_parts,
+        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS, MOST_PARTS, 32,
+    )  # fmt: skip
+
+
+@triton.jit
+def combine_parts_kernel(
+    mixed_parts,
+    stat_parts,
+    q,  # only its shape is used, as of block_table
+    block_table,
+    cu_rows,
+    num_sequences,
+    num_splits,
+    attended,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Grid: (T, H)."""
+    combine_splits_kernel(
+        mixed_parts, stat_parts, cu_rows, num_sequences, attended, num_splits, HEAD_DIM, BLOCK_S, BLOCK_D
+    )
+
+
+def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
+    """Returns the constants of the first kernel."""
+    names = ("num_kv_heads", "group", "head_dim", "kv_block_size")
+    constants = config.constants(**{name: getattr(geometry, name) for name in names})
+    return {**constants, "MIN_PART_TOKENS": MIN_TOKENS_PER_SPLIT}  # tables are wider than most contexts
+
+
+def combine_constants(geometry: Geometry) -> dict[str, int]:
+    """Returns the constants of the second kernel."""
+    return {
+        "HEAD_DIM": geometry.head_dim,
+        "BLOCK_S": 1 << (MAX_SPLITS - 1).bit_length(),
+        "BLOCK_D": padded_head_dim(geometry.head_dim),
+    }
+
+
+@cache
+def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None = None) -> Compiled:
+    """Compiles the first kernel for a type, "fp32", "fp16" or "bf16". All layers of a model share it.
+
+    max_shared_bytes: the launcher's limit. To fit, pipeline stages are reduced first, then tokens per iteration.
+    """
+    config = geometry.launch_config(dtype)
+    compiled = _compile_attend(geometry, dtype, config)
+    while max_shared_bytes is not None and compiled.shared_bytes > max_shared_bytes:
+        if config.num_stages > 2:
+            config = config._replace(num_stages=config.num_stages - 1)
+        elif config.block_n > 16:
+            config = config._replace(block_n=config.block_n // 2, block_c=min(config.block_c, config.block_n // 2))
+        else:
+            raise ValueError(f"head_dim = {geometry.head_dim}: needs more shared memory than {max_shared_bytes} bytes")
+        compiled = _compile_attend(geometry, dtype, config)
+    return compiled
+
+
+def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Compiled:
+    floats = f"*{dtype}:16"  # TensorRT aligns tensors to 256 bytes
+    signature = {name: "*i32:16" if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
+    signature |= dict.fromkeys(("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits"), "i32")
+    signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
+    return compile_kernel(
+        attend_splits_kernel,
+        signature,
+        attend_constants(geometry, config),
+        geometry.capability,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+@cache
+def compile_combine(geometry: Geometry, dtype: str) -> Compiled:
+    """Compiles the second kernel; `dtype` is the type of queries and results."""
+    floats = f"*{dtype}:16"
+    signature = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "q": floats}
+    signature |= {"block_table": "*i32:16", "cu_rows": "*i32:16", "num_sequences": "i32", "num_splits": "i32"}
+    signature |= {"attended": floats}
+    constants = combine_constants(geometry)
+    return compile_kernel(combine_parts_kernel, signature, constants, geometry.capability, num_warps=COMBINE_WARPS)
 
 
 @cache

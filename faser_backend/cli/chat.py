@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
+from faser_backend.cli.generate import accepted_words
 from faser_backend.cli.options import SYSTEM, SamplingOptions, takes
 from faser_backend.core.config import EngineConfig, option
 from faser_backend.core.errors import ConfigError, RequestError
@@ -133,8 +134,6 @@ class _Talk:
 
 
 def _figures(last: RequestOutput, seconds: float) -> str:
-    from faser_backend.api.one_shot import accepted_words
-
     figures = f"{len(last.token_ids)} tokens, {len(last.token_ids) / seconds:.3g} tokens/s"
     if not last.finished:
         return f"{figures}; interrupted"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from faser_backend.cli.options import CHAT, JSON, SYSTEM, SamplingOptions, parse_integers, takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
+from faser_backend.core.errors import RequestError
 from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
+    from faser_backend.api.batch import Prompt
+    from faser_backend.api.llm import LLM
+    from faser_backend.api.outputs import RequestOutput
+    from faser_backend.api.params import SamplingParams
     from faser_backend.core.decision import Score
     from faser_backend.core.record import StepRecord
 
@@ -44,36 +50,100 @@ def generate(
 
     Print the text as it grows, then speed and acceptance.
     """
-    from faser_backend.api.one_shot import generate_once, read_prompt, report_line
+    from faser_backend.api.batch import check_params
+    from faser_backend.api.llm import LLM
     from faser_backend.api.params import SamplingParams
     from faser_backend.serving.loading import shown_phases
     from faser_backend.serving.model_source import find_engine
 
-    asked = read_prompt(
-        options.prompt,
-        None if options.prompt_ids is None else parse_integers("--prompt-ids", options.prompt_ids),
-        is_chat=options.is_chat,
-        system=options.system,
-        messages_file=options.messages,
-        chat_template=serving.chat_template,
-    )
+    asked = read_prompt(options, serving.chat_template)
     params = SamplingParams(**draws.model_dump(), include_stop_str_in_output=True)
     given = engine.model_dump(exclude_unset=True) | find_engine(run)
-    on_step = {"on_step": explainer(partial(print, file=sys.stderr))} if options.explain else {}
-    with shown_phases(in_pipes=False) as phases:
-        result = generate_once(
-            asked,
-            params,
-            on_text=(lambda _: None) if options.is_json else partial(print, end="", flush=True),
-            on_loaded=phases.end,
-            **on_step,
-            chat_template=serving.chat_template,
-            **given,
-        )
-    if options.is_json:
-        print(json.dumps(result))
-    else:
-        print(f"\n{report_line(result)}")
+    on_step = explainer(partial(print, file=sys.stderr)) if options.explain else None
+    check_params(params)
+    with (
+        shown_phases(in_pipes=False) as phases,
+        LLM(chat_template=serving.chat_template, on_step=on_step, max_num_seqs=1, **given) as llm,
+    ):
+        phases.end()
+        result = _answer(llm, asked, params, next(iter(engine.adapters), ""), is_shown=not options.is_json)
+    print(json.dumps(result) if options.is_json else f"\n{report_line(result)}")
+
+
+def read_prompt(options: GenerateOptions, chat_template: Path | None) -> Prompt:
+    """Returns the prompt that the options give. Raises RequestError if they contradict each other."""
+    from faser_backend.text.chat import read_messages
+
+    prompt, system, messages = options.prompt, options.system, options.messages
+    ids = None if options.prompt_ids is None else parse_integers("--prompt-ids", options.prompt_ids)
+    if not options.is_chat:
+        for flag, value in (("--system", system), ("--messages", messages), ("--chat-template", chat_template)):
+            if value is not None:
+                raise RequestError(flag, str(value), "is for conversations: give --chat too")
+        if (prompt is None) == (ids is None):
+            raise RequestError("prompt", prompt, "give exactly one of --prompt and --prompt-ids")
+        if not (given := prompt or list(ids or ())):
+            raise RequestError("prompt" if ids is None else "--prompt-ids", "", "is empty; at least 1 token is needed")
+        return given
+    if ids is not None:
+        raise RequestError("--prompt-ids", list(ids), "cannot be a message: leave --chat out")
+    if (prompt is None) == (messages is None):
+        raise RequestError("prompt", prompt, "give exactly one of --prompt and --messages with --chat")
+    if messages is None:
+        before = [] if system is None else [{"role": "system", "content": system}]
+        return [*before, {"role": "user", "content": prompt}]
+    if system is not None:
+        raise RequestError("--system", system, "write it into the file of --messages as its first message")
+    try:
+        return read_messages("messages", messages.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError("--messages", str(messages), f"not readable as text ({error})") from None
+
+
+def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, lora: str, *, is_shown: bool) -> dict[str, Any]:
+    """Streams an answer to stdout if it is shown, and returns its figures.
+
+    The counts by source include accepted tokens after the end of the answer.
+    """
+    started_s = time.perf_counter()
+    last: RequestOutput | None = None
+    for last in llm.stream(prompt, params, lora):
+        if is_shown:
+            print(last.outputs[0].text_diff, end="", flush=True)
+    seconds = time.perf_counter() - started_s
+    assert last is not None  # a stream has at least one output
+    answer = last.outputs[0]
+    assert answer.stats is not None  # every answer that has ended has them
+    metrics = llm.metrics()
+    ended_by = "end_id" if answer.stop_reason is None else "stop_words"  # the server's words
+    return {
+        "token_ids": answer.token_ids,
+        "text": answer.text,
+        "num_drafted": answer.stats.num_drafted,
+        "num_accepted": answer.stats.num_accepted,
+        "num_drafted_by_source": dict(+metrics.num_drafted_by_source),
+        "num_accepted_by_source": dict(+metrics.num_accepted_by_source),
+        "num_pruned": answer.stats.num_pruned,
+        "tokens_per_s": round(len(answer.token_ids) / seconds, 1),
+        "finish_reason": "length" if answer.finish_reason == "length" else ended_by,
+        "seed": answer.seed,
+    }
+
+
+def accepted_words(num_drafted: int, num_accepted: int) -> str:
+    """Returns the acceptance in words. num_drafted: at least 1."""
+    return f"accepted {num_accepted} of {num_drafted} drafted tokens ({num_accepted / num_drafted:.0%})"
+
+
+def report_line(result: dict[str, Any]) -> str:
+    """Returns the figures that follow the text."""
+    drafted = result["num_drafted"]
+    speculation = accepted_words(drafted, result["num_accepted"]) if drafted else "nothing drafted"
+    pruning = f"; {result['num_pruned']} rows pruned" if result["num_pruned"] else ""
+    return (
+        f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.3g} tokens/s; "
+        f"{speculation}{pruning}; ended by {result['finish_reason']}"
+    )
 
 
 def explainer(print_line: Callable[[str], None]) -> Callable[[StepRecord], None]:

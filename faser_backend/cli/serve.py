@@ -123,7 +123,7 @@ def reload(*, options: ReloadOptions) -> None:
     """
     from faser_backend.serving.access import read_admin_key
     from faser_backend.triton.admin import Administration
-    from faser_backend.triton.reload import reload_engine
+    from faser_backend.triton.launch import reload_engine
 
     administration = Administration(options.http, read_admin_key(options.admin_key_file))
     before = reload_engine(

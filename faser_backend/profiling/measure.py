@@ -5,7 +5,7 @@ changes few samples. A share of a split is timed while the other model works on 
 device has finished it.
 
 Caches are as they are in serving. A draft sample is a run of calls behind a target call; its first call is not timed,
-because step_costs.py measures the extra time of first calls. A target sample follows calls of its own shape, with a
+because profile.py measures the extra time of first calls. A target sample follows calls of its own shape, with a
 draft call in between if it verifies drafted rows. Behind a large call instead, one row takes twice as long as in plain
 decoding (1387 us instead of 675), which would flatter speculation.
 """
@@ -240,7 +240,7 @@ class Bench:
                 if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
                     before()
                 if model == DRAFT and runner.loop is None:
-                    runner.time(batch, 1)  # step_costs.py measures a first call's extra time
+                    runner.time(batch, 1)  # profile.py measures a first call's extra time
                 samples[int(index)].append(runner.time(batch, num_calls))
         return [Sampled.of(calls[index][0], np.array(times)) for index, times in samples.items()]
 

@@ -1,4 +1,9 @@
-"""`faser serve`: checks the options, starts Triton and the OpenAI server, watches both, and drains on a signal."""
+"""`faser serve` and `faser reload`.
+
+`faser serve` checks the options, starts Triton and the OpenAI server, watches both, and drains on a signal.
+`faser reload` lets Triton load model `tensorrt_llm` a second time, with another engine directory. New requests go to
+the new engine once it is ready, and the old engine closes after its last answer. Until then both are in memory.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +14,31 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
-from faser_backend.manifest import EngineManifest
+from faser_backend.manifest import EngineManifest, read_manifest_fields
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.log_format import line_logger
 from faser_backend.serving.model_source import demo_engine_dir
-from faser_backend.serving.parameters import ServeOptions
+from faser_backend.serving.parameters import ServeOptions, given_parameters
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.runtimes import check_device
 from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
+from faser_backend.triton.admin import Administration
 from faser_backend.triton.heartbeat import HangWatch
 from faser_backend.triton.link import socket_path
 from faser_backend.triton.model_configs import CONTRACTS
-from faser_backend.triton.server import DRAIN_S, ERROR_REPLY_S, TritonServer
+from faser_backend.triton.server import DRAIN_S, ENGINE_MODEL, ERROR_REPLY_S, TritonServer
 
+DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 OPENAI_START_S = 30.0
 WATCH_S = 0.5  # between two checks of the processes
 
@@ -185,3 +192,29 @@ class OpenAIProcess:
         self.process.kill()
         self.process.wait()
         self._engine_socket.unlink(missing_ok=True)
+
+
+def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lora: Sequence[str] | None = None) -> Path:
+    """Loads this directory into the server, with other options unchanged. Returns the directory that it replaces.
+
+    lora: adapters instead of those that are loaded; None: the same.
+    Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. After
+    an error the old engine keeps serving.
+    """
+    config = admin.config(ENGINE_MODEL)
+    parameters = given_parameters(config)
+    served = parameters.get(DIRECTORY_KEY)
+    if served is None:
+        raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: its configuration names no directory")
+    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None)
+    # The OpenAI server and clients keep sending the old ids, so another vocabulary needs another server.
+    old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (Path(served), new))
+    if old_hash != new_hash:
+        limit = f"vocabulary {new_hash} differs from the running engine's, {old_hash}; start another server for it"
+        raise ConfigError(f"--engine-dir = {new}: {limit}")
+    config["parameters"][DIRECTORY_KEY] = {"string_value": str(new.resolve())}
+    if lora is not None:
+        config["parameters"]["lora"] = {"string_value": "\n".join(lora)}
+    config["parameters"][LOAD_KEY] = {"string_value": str(time.time_ns())}  # Triton ignores an unchanged configuration
+    admin.load(ENGINE_MODEL, config, timeout_s)
+    return Path(served)

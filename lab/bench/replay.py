@@ -33,7 +33,7 @@ from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled
 from faser_backend.text.prompts import read_prompts
 from faser_backend.text.tokenizer import load_tokenizer
-from faser_backend.triton.reload import DIRECTORY_KEY
+from faser_backend.triton.launch import DIRECTORY_KEY
 from faser_backend.triton.server import ENGINE_MODEL
 
 CONNECT_TIMEOUT_S = 10.0

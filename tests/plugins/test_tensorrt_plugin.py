@@ -14,7 +14,7 @@ import pytest
 
 from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, choose_num_splits, num_tiles
 from faser_backend.plugins.compile import Compiled
-from faser_backend.plugins.tensorrt_aot import MAX_SHARED_BYTES, register_aot_plugins
+from faser_backend.plugins.tensorrt_aot import MAX_SHARED_BYTES, compile_attend, compile_combine, register_aot_plugins
 from faser_backend.plugins.tensorrt_contract import (
     ATTEND_OUTPUTS,
     ATTENTION_INPUTS,
@@ -26,7 +26,6 @@ from faser_backend.plugins.tensorrt_contract import (
     num_splits,
     part_rows,
 )
-from faser_backend.plugins.tensorrt_kernels import compile_attend, compile_combine
 from tests.support.assembler import assemble
 from tests.support.fake_tensorrt_plugin import WHOLE_NUMBERS, DataType, FakeTensorRt, TensorDesc
 

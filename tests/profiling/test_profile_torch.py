@@ -20,12 +20,11 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from faser_backend.profiling import calibration, step_costs
+from faser_backend.profiling import calibration
 from faser_backend.profiling import profile as profile_module
 from faser_backend.profiling.cases import Case, choose_cases, make_batch
 from faser_backend.profiling.measure import DRAFT_RUN, Bench, Share, TimedRunner, open_loop
-from faser_backend.profiling.profile import profile_engine
-from faser_backend.profiling.step_costs import wait_for_calls
+from faser_backend.profiling.profile import profile_engine, wait_for_calls
 from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_knowledge, load_profile
@@ -50,8 +49,7 @@ def few_cases(model: str, max_context: int, rng: np.random.Generator, share: flo
 
 def test_costs_are_those_of_this_device(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_module, "choose_cases", few_cases)
-    for module in (profile_module, step_costs):
-        monkeypatch.setattr(module, "LOADS", (1, 4))
+    monkeypatch.setattr(profile_module, "LOADS", (1, 4))
     monkeypatch.setattr(calibration, "TOKENS_EACH", 6)
     monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, num_requests=4))
     profile = profile_engine(engine, is_quick=True)

@@ -13,13 +13,13 @@ import torch
 
 from faser_backend.lab.gpu.kernel_cases import NAN, Call, Shape, make_call, random_shape
 from faser_backend.plugins.attention_config import LaunchConfig
-from faser_backend.plugins.tensorrt_contract import Geometry, attend_launch, combine_launch, part_rows
-from faser_backend.plugins.tensorrt_kernels import (
+from faser_backend.plugins.tensorrt_aot import (
     attend_constants,
     attend_splits_kernel,
     combine_constants,
     combine_parts_kernel,
 )
+from faser_backend.plugins.tensorrt_contract import Geometry, attend_launch, combine_launch, part_rows
 from tests.support.fake_tensorrt_plugin import WHOLE_NUMBERS
 from tests.support.kernel_cases import check
 

@@ -13,7 +13,7 @@ import pytest
 
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.triton.admin import AdminError, Administration
-from faser_backend.triton.reload import reload_engine
+from faser_backend.triton.launch import reload_engine
 from tests.support.serving_pair import build_pair
 
 
