@@ -86,10 +86,10 @@ def combine_parts_kernel(
     )
 
 
-def attend_constants(geometry: Geometry, config: LaunchConfig) -> dict[str, int | float]:
+def attend_constants(geometry: Geometry, tiles: LaunchConfig) -> dict[str, int | float]:
     """Returns the constants of the first kernel."""
     names = ("num_kv_heads", "group", "head_dim", "kv_block_size")
-    constants = config.constants(**{name: getattr(geometry, name) for name in names})
+    constants = tiles.constants(**{name: getattr(geometry, name) for name in names})
     return {**constants, "MIN_PART_TOKENS": MIN_TOKENS_PER_SPLIT}  # tables are wider than most contexts
 
 
@@ -108,20 +108,20 @@ def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None 
 
     max_shared_bytes: the launcher's limit. To fit, pipeline stages are reduced first, then tokens per iteration.
     """
-    config = geometry.launch_config(dtype)
-    compiled = _compile_attend(geometry, dtype, config)
+    tiles = geometry.launch_config(dtype)
+    compiled = _compile_attend(geometry, dtype, tiles)
     while max_shared_bytes is not None and compiled.shared_bytes > max_shared_bytes:
-        if config.num_stages > 2:
-            config = config._replace(num_stages=config.num_stages - 1)
-        elif config.block_n > 16:
-            config = config._replace(block_n=config.block_n // 2, block_c=min(config.block_c, config.block_n // 2))
+        if tiles.num_stages > 2:
+            tiles = tiles._replace(num_stages=tiles.num_stages - 1)
+        elif tiles.block_n > 16:
+            tiles = tiles._replace(block_n=tiles.block_n // 2, block_c=min(tiles.block_c, tiles.block_n // 2))
         else:
             raise ValueError(f"head_dim = {geometry.head_dim}: needs more shared memory than {max_shared_bytes} bytes")
-        compiled = _compile_attend(geometry, dtype, config)
+        compiled = _compile_attend(geometry, dtype, tiles)
     return compiled
 
 
-def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Compiled:
+def _compile_attend(geometry: Geometry, dtype: str, tiles: LaunchConfig) -> Compiled:
     floats = f"*{dtype}:16"  # TensorRT aligns tensors to 256 bytes
     signature = {name: "*i32:16" if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
     signature |= dict.fromkeys(("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits"), "i32")
@@ -129,10 +129,10 @@ def _compile_attend(geometry: Geometry, dtype: str, config: LaunchConfig) -> Com
     return compile_kernel(
         attend_splits_kernel,
         signature,
-        attend_constants(geometry, config),
+        attend_constants(geometry, tiles),
         geometry.capability,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
     )
 
 

@@ -26,7 +26,8 @@ from faser_backend.lab.abuse.clients import Reply, ask_http
 from faser_backend.lab.abuse.openai_attacks import COMPLETIONS, head_of, send_body
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.openai import app as app_module
-from faser_backend.openai import bodies, connections
+from faser_backend.openai import bodies
+from faser_backend.openai import server as server_module
 from faser_backend.openai.app import Callers
 from faser_backend.openai.bodies import ChatBody, CompletionBody
 from faser_backend.openai.server import check_origins
@@ -195,7 +196,7 @@ def test_an_unexpected_failure_is_answered_and_logged(
 @contextlib.contextmanager
 def listening(app: Any) -> Iterator[int]:
     [port] = free_ports(1)
-    config = uvicorn.Config(app, port=port, http=connections.Connection, ws="none", log_level="critical")
+    config = uvicorn.Config(app, port=port, http=server_module.Connection, ws="none", log_level="critical")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -231,7 +232,7 @@ def half_open(port: int) -> socket.socket:
 
 
 def test_half_sent_heads_keep_nobody_out(app: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections.Connection, "most", 8)
+    monkeypatch.setattr(server_module.Connection, "most", 8)
     with listening(app) as port, contextlib.ExitStack() as stack:
         opened = [stack.enter_context(half_open(port)) for _ in range(8)]
         assert not is_closed(opened[0], 0.2)  # control: these fit
@@ -242,7 +243,7 @@ def test_half_sent_heads_keep_nobody_out(app: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_head_has_a_deadline_and_so_has_the_rest_of_an_answered_body(app: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(connections, "HEAD_S", 0.5)
+    monkeypatch.setattr(server_module, "HEAD_S", 0.5)
     with listening(app) as port:
         with half_open(port) as late, half_open(port) as dribbling:
             assert is_closed(dribbling, 5.0, sending=b"x") and is_closed(late, 5.0)
