@@ -11,10 +11,10 @@ ensure_venv dev
 say "ruff"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-say "pyright"
-"$VENV/bin/pyright" --pythonpath "$VENV/bin/python"
-say "pytest"
+say "pyright, beside the tests"
+"$VENV/bin/pyright" --pythonpath "$VENV/bin/python" &
 # Two workers with one thread each: servers mostly wait for models, and numeric libraries that use every core slow each
-# other down. A file stays with one worker, so that its servers start once.
-export OMP_NUM_THREADS=1
-exec "$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"
+# other down. A file stays with one worker, so that its servers start once. Bytecode is kept: hundreds of processes start.
+export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+"$VENV/bin/python" -m pytest -n 2 --dist loadfile "$@"
+wait $! || die "pyright found errors, which stand above"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 from transformers import PreTrainedModel
 
 from faser_backend.engines import quantised_checkpoint
@@ -18,7 +19,7 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.pairs import open_checkpoint
 from tests.cpu.test_gguf import OUTSIDE, build, expected, restored
 from tests.engines.test_families import open_runner
-from tests.support.cpu_products import UNIT_ERROR
+from tests.support.cpu_products import UNIT_ERROR, restore_matrix
 from tests.support.gguf_models import with_weights
 from tests.support.quantised_models import CASES, Tensors, write_quantised
 from tests.support.tiny_models import largest_error, random_model, write_model
@@ -56,8 +57,8 @@ def test_engines_hold_the_weights_that_the_checkpoint_encodes(name: str, tmp_pat
         for matrix in set(weights) - (set(OUTSIDE.values()) if asked else set()):
             bound = 0.0 if matrix in OUTSIDE.values() else exactness * (np.abs(weights[matrix]).max() + 2.0**-14)
             assert np.abs(found[matrix] - weights[matrix]).max() <= bound, matrix
-        if stored.formats[0] == "bf16":
-            continue  # one case, whose kernel no other test needs
+        if stored.formats[0] in ("bf16", "fp16"):
+            continue  # cases whose kernels no other test needs
         others = {matrix: tensor.numpy() for matrix, tensor in reference.state_dict().items()}
         runner, held = open_runner(manifest, directory), with_weights(reference, others | found)
         assert largest_error(runner, held, seed=0) <= UNIT_ERROR
@@ -90,10 +91,18 @@ def test_modules_that_are_left_out_stay_as_they_are_and_biases_of_zeros_are_drop
 
 def test_experts_are_quantised_one_by_one(tmp_path: Path) -> None:
     model = random_model("qwen3_moe", **{**SIZES, "moe_intermediate_size": 64})
-    reference = write_quantised(model, tmp_path / "source", CASES["gptq_4"])
+    reference = write_quantised(model, tmp_path / "source", CASES["gptq_4"]).state_dict()
     manifest = build(tmp_path / "source", tmp_path / "engine", compute="bf16x2")
-    assert manifest.target.weight_format.formats == ("int4", "fp32", "fp32")
-    assert largest_error(open_runner(manifest, tmp_path / "engine"), reference, seed=0) <= UNIT_ERROR
+    assert manifest.target.weight_format.formats == ("int4", "fp32", "fp32") and manifest.target.weights is not None
+    stored = load_file(tmp_path / "engine" / manifest.target.weights.name)
+    for layer, expert in np.ndindex(2, 8):
+        gate, up, down = (
+            restore_matrix(stored[f"layers.{layer}.experts.{expert}.{part}"], *sizes, "int4").T
+            for part, sizes in (("gate", (128, 64)), ("up", (128, 64)), ("down", (64, 128)))
+        )
+        for name, found in (("gate_up_proj", np.concatenate([gate, up])), ("down_proj", down)):
+            wanted = reference[f"model.layers.{layer}.mlp.experts.{name}"][expert].numpy()
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=CASES["gptq_4"].exactness * np.abs(wanted).max())
 
 
 def retitle(source: Path, **changes: Any) -> None:
