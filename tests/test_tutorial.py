@@ -16,13 +16,10 @@ from typer.testing import CliRunner
 
 from faser_backend.cli.main import app
 from faser_backend.core.errors import ConfigError
-from faser_backend.engines.build import build_engines
 from faser_backend.lab.checks.control_worlds import all_worlds, run
-from faser_backend.lab.contestants import choose_contestants
 from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.harness import drive, fake_engine, guessed
-from tests.support.serving_pair import write_pair
 
 TUTORIAL = Path(__file__).resolve().parents[1] / "docs" / "tutorial-policy.md"
 
@@ -35,14 +32,6 @@ def policy_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tutorial") / "caution.py"
     path.write_text(code)
     return path
-
-
-@pytest.fixture(scope="module")
-def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("pair")
-    pair = write_pair(home / "pair")
-    build_engines(pair / "target", pair / "draft", home / "engine")
-    return home / "engine"
 
 
 def test_answers_are_those_of_plain_decoding(policy_file: Path):
@@ -73,19 +62,6 @@ def test_every_command_does_what_the_tutorial_says(policy_file: Path):
     name = "file:caution.py"
     found = json.loads((policy_file.parent / "faser-simulation" / "simulation.json").read_text())["rows"]
     assert name in {row["policy"] for row in found}
-
-
-def test_generate_and_bench_take_it(policy_file: Path, engine_dir: Path):
-    def generated(policy: str) -> dict:
-        arguments = ["--engine-dir", str(engine_dir), "--prompt-ids", "1,2,3", "--max-tokens", "12", "--json"]
-        done = CliRunner().invoke(app, ["generate", *arguments, "--policy", policy])
-        assert done.exit_code == 0, done.output
-        return json.loads(done.stdout)
-
-    name = f"file:{policy_file}"
-    mine = generated(name)
-    assert mine["num_drafted"] > 0 and mine["token_ids"] == generated("none")["token_ids"]
-    assert [contestant.name for contestant in choose_contestants([name])[0]] == ["none", name]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ import typer
 from faser_backend.cli.main import app
 from faser_backend.core.config import EngineConfig, Option
 from faser_backend.core.errors import ConfigError
-from faser_backend.places import MODEL_REPO
 from faser_backend.serving.parameters import ModelOptions, ServingOptions, given_parameters
-from faser_backend.triton.model_configs import INFLIGHT_BATCHER, LLMAPI, write_repositories
+from faser_backend.triton.model_configs import INFLIGHT_BATCHER, LLMAPI
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # pyright: ignore[reportAttributeAccessIssue]
 # Namesakes with another meaning: a checkpoint, limits to compile for, a file, a share of positions, a learning rate.
@@ -70,11 +68,6 @@ def test_configurations_have_the_keys_of_the_tables():
     served = set(COMMANDS["serve"].callback.options)
     tables = EngineConfig.options() | ServingOptions.options()
     assert {name for name, option in tables.items() if option.help} <= served
-
-
-def test_shipped_configurations_are_those_of_the_tables(tmp_path: Path):
-    for path in write_repositories(tmp_path):
-        assert (MODEL_REPO.parent / path.relative_to(tmp_path)).read_text() == path.read_text(), path.parent.name
 
 
 def given(**values: str) -> dict[str, str]:

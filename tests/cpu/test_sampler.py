@@ -282,12 +282,6 @@ class TestEdges:
         with pytest.raises(ValueError, match="slot 1 is not in use"):
             sampler.remove(1)
 
-    def test_min_tokens_counts_output_tokens(self) -> None:
-        sampler = single_slot(Sampling(min_tokens=2), end_ids=(3,))
-        logits = np.array([[0.0, 1.0, 2.0, 9.0]], np.float32)
-        draws = [int(sampler.sample(logits, one_row_each(np.array([1]), np.array([p])))[0]) for p in (3, 4, 5)]
-        assert draws == [2, 2, 3]
-
 
 def test_log_probs_are_those_of_the_raw_logits() -> None:
     sampler = single_slot(Sampling(temperature=3.0, logit_bias={0: 50.0}), vocab_size=100)

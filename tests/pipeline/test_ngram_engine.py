@@ -29,7 +29,6 @@ from faser_backend.serving import drafting
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.default_costs import with_ngrams
 from faser_backend.serving.drafting import serving_knowledge
-from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.profile_store import load_profile
 from faser_backend.triton.launch import check_engine
 from tests.pipeline.test_engine import random_requests
@@ -200,18 +199,3 @@ def test_tokens_are_those_of_plain_decoding(alone: Path, engine_dir: Path):
             num_accepted += engine.metrics().num_accepted
             engine.close()
     assert num_accepted > 100
-
-
-def test_the_demo_target_continues_what_it_repeats():
-    """Text that repeats itself is drafted right more often than not, and nothing is decoded differently."""
-    manifest = EngineManifest.load(demo_engine_dir())
-    prompt = list(range(100, 130)) * 3
-    requests = [request(f"r{i}", prompt[i:], 40, end_ids=manifest.end_ids) for i in range(3)]
-    plain = build_engine(demo_engine_dir(), config("none"))
-    expected = drive(plain, requests).tokens
-    plain.close()
-    engine = build_engine(demo_engine_dir(), config("fixed:4", draft="ngram"))
-    assert drive(engine, requests).tokens == expected
-    metrics = engine.metrics()
-    assert metrics.num_accepted > 0.5 * metrics.num_drafted > 0
-    engine.close()

@@ -64,12 +64,6 @@ def test_text_survives_one_token_at_a_time(text):
     assert "".join(token.text for token in tokens) + stream.finish() == text
 
 
-def test_an_incomplete_character_at_the_end_is_one_replacement():
-    stream = AnswerStream(TOKENIZERS["byte_level"])
-    assert said(stream, byte_ids(b"a\xf0\x9f")) == "a"
-    assert stream.finish() == "\ufffd"
-
-
 def test_leading_space_survives_after_a_prompt_in_a_space_stripping_vocabulary():
     tokenizer = TOKENIZERS["sentencepiece_like"]
     the, fox = 258, 259

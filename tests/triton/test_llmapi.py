@@ -40,11 +40,6 @@ def test_sampling_parameters_arrive():
     assert (sampling.temperature, sampling.top_k, sampling.presence_penalty, sampling.seed) == (0.5, 7, 0.25, 9)
 
 
-def test_several_candidates_are_refused():
-    with pytest.raises(RequestError, match="sampling_param_best_of = 3: several candidates: not supported"):
-        parse(sampling_param_best_of=np.array([3], np.int32))
-
-
 @pytest.mark.parametrize(
     ("tensors", "temperature"),
     [

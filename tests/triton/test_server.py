@@ -22,7 +22,6 @@ from faser_backend.triton.server import TritonServer
 from tests.support.chat_templates import CHATML
 from tests.support.clients import Stream, post, wait_for_free_blocks
 from tests.support.served import on_free_ports
-from tests.support.serving_pair import MAX_CONTEXT
 
 PROMPT = "def größe(x):\n"
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "end_id": -1, "exclude_input_in_output": True}
@@ -50,17 +49,6 @@ def stream(server: ServeOptions) -> Iterator[Stream]:
     stream = Stream(f"127.0.0.1:{server.grpc_port}")
     yield stream
     stream.close()
-
-
-def test_token_level_streams_new_tokens_and_unary_starts_with_the_prompt(stream: Stream):
-    prompt = [5, 6, 7]
-    given = {"input_ids": prompt, "input_lengths": 3, "request_output_len": 20, "end_id": -1}
-    unary = stream.ask("tensorrt_llm", **given)
-    streamed = stream.ask("tensorrt_llm", streaming=True, return_log_probs=True, **given)
-    assert unary.token_ids[:3] == prompt and len(unary.token_ids) == 23
-    assert streamed.token_ids == unary.token_ids[3:]
-    assert unary.last.get_response().outputs[0].name == "output_ids"
-    assert streamed.last.as_numpy("cum_log_probs")[0, 0] < 0
 
 
 def test_conversations_are_prompts_that_the_template_wrote(server: ServeOptions, stream: Stream, engine_dir: Path):
@@ -132,26 +120,6 @@ def test_stop_request_ends_a_request_early_and_without_error(server: ServeOption
     stopper.send("ensemble", stop=True, **given)
     assert "Trying to stop a request but request ID is not provided" in (stopper.receive()[1] or "")
     stopper.close()
-
-
-@pytest.mark.parametrize(
-    ("tensors", "message"),
-    [
-        ({"text_input": "x " * MAX_CONTEXT}, f"context length of {MAX_CONTEXT} tokens"),
-        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "(a"}, "guided_decoding_guide = '"),
-        ({"unknown_tensor": 1.0}, "unknown_tensor"),
-        ({"text_input": None, "messages": "[{"}, "messages = '[{': invalid JSON"),
-    ],
-)
-def test_bad_input_gets_one_clear_error_and_disturbs_nobody(server, stream, tensors, message):
-    neighbour = Stream(f"127.0.0.1:{server.grpc_port}")
-    given = {"text_input": PROMPT, "max_tokens": 60, "seed": 2, **SAMPLED}
-    neighbour.send("ensemble", stream=True, **given)
-    bad = {"text_input": PROMPT, "max_tokens": 8, **tensors}
-    answer = stream.ask("ensemble", **{name: value for name, value in bad.items() if value is not None})
-    assert message in (answer.error or "") and not answer.deltas
-    assert neighbour.answer().text == stream.ask("ensemble", **given).text
-    neighbour.close()
 
 
 ADMINISTRATION = (
