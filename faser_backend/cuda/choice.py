@@ -1,23 +1,61 @@
 """Draws tokens from logits on a device: temperature, filters, noise, argmax and runners-up.
 
-It follows cpu/sampler.py and cpu/logits.py: ties go to the lowest id, and a filter keeps ties with the last token that
-it keeps. Values differ from the host's only in the last bits of a logarithm or exponential. Rows are independent.
-Nothing reads the device on the host or depends on values, so all of it may be captured in a graph.
+It follows cpu/sampler.py, cpu/logits.py and cpu/noise.py: ties go to the lowest id, and a filter keeps ties with the
+last token that it keeps. Values differ from the host's only in the last bits of a logarithm or exponential. Rows are
+independent. Nothing reads the device on the host or depends on values, so all of it may be captured in a graph.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from faser_backend.cpu.noise import GumbelNoise, noise_table
 from faser_backend.cpu.sampler import MAX_MARGIN, SlotParameters
 from faser_backend.cuda.call_shapes import FILTER_ROWS
-from faser_backend.cuda.noise import TorchNoise
+from faser_backend.plugins.perturb_logits import perturb_logits
 
 NUM_WORDS = 6  # of a row's parameters
 _LOWEST = torch.finfo(torch.float32).min
+
+
+@lru_cache(maxsize=4)
+def _device_table(vocab_size: int, device: torch.device) -> torch.Tensor:
+    table, _ = noise_table(vocab_size)
+    return torch.tensor(table.view(np.int32), device=device)  # a copy, because the table is read-only
+
+
+class TorchNoise:
+    """Noise rows over a vocabulary on one device. Immutable; all instances of a process share the table."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        """Raises ValueError for a vocabulary of more than 2^20 tokens."""
+        self._log2_size = noise_table(vocab_size)[1]
+        self._table = _device_table(vocab_size, device)
+        self._on_host = GumbelNoise(vocab_size)
+
+    def perturbed(
+        self,
+        logits: torch.Tensor,
+        keys: torch.Tensor,
+        positions: torch.Tensor,
+        scale: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        """Returns logits [R, V] float32 * scale [R] - log_exponentials * weight [R], where weight is 1 or 0.
+
+        keys [R] int64 are the bits of cpu.noise.seed_keys; positions [R] int64. A row of weight 0 has no noise, because
+        noise is finite.
+        """
+        if logits.is_cuda:
+            out = torch.empty_like(logits)
+            perturb_logits(logits, self._table, self._log2_size, keys, positions, scale, weight, out)
+            return out
+        noise = torch.from_numpy(self._on_host.log_exponentials(keys.numpy().view(np.uint64), positions.numpy()))
+        return (logits * scale[:, None]).addcmul_(noise, weight[:, None], value=-1.0)
 
 
 class RowParameters(NamedTuple):

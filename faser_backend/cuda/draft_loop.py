@@ -18,9 +18,16 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import DraftTokens
 from faser_backend.cuda.buffers import NO_SLOT
 from faser_backend.cuda.call_shapes import CallBounds
-from faser_backend.cuda.choice import NUM_WORDS, draw_draft, packed_parameters, perturbed, unpacked, unpacked_draws
+from faser_backend.cuda.choice import (
+    NUM_WORDS,
+    TorchNoise,
+    draw_draft,
+    packed_parameters,
+    perturbed,
+    unpacked,
+    unpacked_draws,
+)
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
-from faser_backend.cuda.noise import TorchNoise
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import PreparedCall

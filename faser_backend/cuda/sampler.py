@@ -16,6 +16,7 @@ from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cuda.choice import (
     HostDraws,
     RowParameters,
+    TorchNoise,
     draw,
     draw_draft,
     packed_parameters,
@@ -23,7 +24,6 @@ from faser_backend.cuda.choice import (
     unpacked,
     unpacked_draws,
 )
-from faser_backend.cuda.noise import TorchNoise
 from faser_backend.cuda.transfer import to_device, to_host
 
 

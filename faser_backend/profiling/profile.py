@@ -186,8 +186,9 @@ def profile_engine(
     """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 
     prompts: a file of texts to continue; None: the target writes its own. budget_s: less is measured if all would take
-    longer. log: takes the estimated time. The caller saves the profile. Raises ManifestError for a broken directory,
-    and ConfigError for an option out of range.
+    longer. log: takes the estimated time, and what an interrupt left out. The caller saves the profile. Raises
+    ManifestError for a broken directory, ConfigError for an option out of range, and KeyboardInterrupt if interrupted
+    before the whole machine was measured.
     """
     manifest = EngineManifest.load(engine_dir)
     with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
@@ -234,12 +235,20 @@ class _Profiler:
         )
         steps = StepMeter(self.runtime, self._make_engine, effort, SEED)
         steps.visit()
-        sampled = self._measure_calls(effort)
+        cases, sampled = self._cases(effort), dict[Share, list[Sampled]]()
+        is_whole = True
+        try:
+            self._measure_calls(cases, effort, sampled)
+        except KeyboardInterrupt:
+            if {share.model for share in sampled if share.partition == WHOLE} != set(cases):
+                raise
+            is_whole = False
+            self.log(f"interrupted after {len(sampled)} of {len(self.shares)} partitions; the others keep defaults")
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
         calls = CostModel(costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0), widths, is_measured=True, is_padded=pads)
-        overhead = self._measure_steps(calls, steps)
+        overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
         self.report("done", 1.0)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
@@ -276,14 +285,12 @@ class _Profiler:
             + max(effort.calls_s, calls_s)
         )
 
-    def _measure_calls(self, effort: Effort) -> dict[Share, list[Sampled]]:
-        """Measures one partition after the other."""
-        bench = Bench(self.runtime, self.models, self._cases(effort), max_sweeps=effort.max_sweeps, seed=SEED)
-        sampled = {}
+    def _measure_calls(self, cases: dict[str, list[Case]], effort: Effort, sampled: dict[Share, list[Sampled]]) -> None:
+        """Measures one partition after the other; results go into `sampled`, which outlives an interrupt."""
+        bench = Bench(self.runtime, self.models, cases, max_sweeps=effort.max_sweeps, seed=SEED)
         for index, share in enumerate(self.shares, 1):
             self.report(f"{share.model} on {share.partition}", index / (len(self.shares) + 2))
             sampled[share] = bench.measure(share, effort.calls_s / len(self.shares))
-        return sampled
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
         self.report("step overhead", 1 - 1 / (len(self.shares) + 2))

@@ -33,7 +33,7 @@ from faser_backend.serving.runtimes import check_device
 from faser_backend.text.chat import check_template
 from faser_backend.text.prompts import read_template
 from faser_backend.triton.admin import Administration
-from faser_backend.triton.heartbeat import HangWatch
+from faser_backend.triton.launch_folder import HangWatch
 from faser_backend.triton.link import socket_path
 from faser_backend.triton.model_configs import CONTRACTS
 from faser_backend.triton.server import DRAIN_S, ENGINE_MODEL, ERROR_REPLY_S, TritonServer

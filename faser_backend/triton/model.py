@@ -32,8 +32,7 @@ from faser_backend.serving.tracing import Tracing
 from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.frontend import Frontend, InflightBatcherContract, LongTexts
-from faser_backend.triton.heartbeat import Heartbeat
-from faser_backend.triton.launch_folder import drain_when_asked
+from faser_backend.triton.launch_folder import Heartbeat, drain_when_asked
 from faser_backend.triton.link import LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from faser_backend.cuda import choice, torch_programs, transfer
-from faser_backend.cuda.noise import TorchNoise
+from faser_backend.cuda.choice import TorchNoise
 from faser_backend.cuda.pool import LogitsBuffer
 from faser_backend.cuda.runtime import first_products
 from faser_backend.plugins import perturb_logits as noise_kernel

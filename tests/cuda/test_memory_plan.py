@@ -15,9 +15,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, ROW_COUNTS
-from faser_backend.cuda.choice import RowParameters, keep_top, perturbed
+from faser_backend.cuda.choice import RowParameters, TorchNoise, keep_top, perturbed
 from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
-from faser_backend.cuda.noise import TorchNoise
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.shapes import PAIRS, layer_weights

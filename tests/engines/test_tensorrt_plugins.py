@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from faser_backend.engines.tensorrt_plugins import check_no_copies
+from faser_backend.engines.tensorrt_build import check_no_copies
 from faser_backend.plugins.tensorrt_import import TensorRtError
 
 POOL_SHAPE = [8, -1, 16, 128]

@@ -16,7 +16,6 @@ from faser_backend.plugins import pruned_chunk_attention as attention
 from faser_backend.plugins import split_combine
 from faser_backend.plugins.add_rms_norm import add_rms_norm_kernel, num_warps
 from faser_backend.plugins.attention_config import launch_config, padded_head_dim, shared_bytes, shared_limit
-from faser_backend.plugins.compile import Compiled, compile_kernel, without_scratch_parameters
 from faser_backend.plugins.exit_scores import BLOCK_C, exit_scores_kernel
 from faser_backend.plugins.exit_scores import BLOCK_D as SCORE_BLOCK_D
 from faser_backend.plugins.gated_silu import gated_silu_kernel
@@ -25,6 +24,7 @@ from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits_kernel
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from faser_backend.plugins.rotate_heads import rotate_heads_kernel
 from faser_backend.plugins.split_combine import combine_splits_kernel
+from faser_backend.plugins.tensorrt_aot import Compiled, compile_kernel, without_scratch_parameters
 from tests.support.assembler import assemble
 
 CAPABILITIES = (80, 90, 120)

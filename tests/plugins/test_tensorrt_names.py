@@ -18,7 +18,7 @@ from faser_backend.plugins.tensorrt_import import TensorRtError, import_tensorrt
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = (
-    "engines/tensorrt_build.py", "engines/tensorrt_plugins.py", "faser_backend/cuda/tensorrt_programs.py",
+    "engines/tensorrt_build.py", "faser_backend/cuda/tensorrt_programs.py",
     "plugins/tensorrt_aot.py", "plugins/tensorrt_import.py",
 )  # fmt: skip
 CLASSES = {  # of variables, by their names; two kinds of `config` and of `profile`

@@ -13,8 +13,13 @@ import numpy as np
 import pytest
 
 from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, choose_num_splits, num_tiles
-from faser_backend.plugins.compile import Compiled
-from faser_backend.plugins.tensorrt_aot import MAX_SHARED_BYTES, compile_attend, compile_combine, register_aot_plugins
+from faser_backend.plugins.tensorrt_aot import (
+    MAX_SHARED_BYTES,
+    Compiled,
+    compile_attend,
+    compile_combine,
+    register_aot_plugins,
+)
 from faser_backend.plugins.tensorrt_contract import (
     ATTEND_OUTPUTS,
     ATTENTION_INPUTS,

@@ -23,7 +23,7 @@ from faser_backend.engines.decoder import build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
-from faser_backend.engines.tensorrt_plugins import plugin_geometry
+from faser_backend.engines.tensorrt_build import plugin_geometry
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.plugins import reference
 from faser_backend.plugins.tensorrt_contract import ATTEND_OP, COMBINE_OP, EXTRA_PART_ROWS, NAMESPACE, Geometry
@@ -109,7 +109,7 @@ def test_every_layer_has_a_node_of_each_plugin(model: onnx.ModelProto) -> None:
 
 def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_spec(open_checkpoint(source).fields)
-    monkeypatch.setattr("faser_backend.engines.tensorrt_plugins._device", lambda: (132, 90))
+    monkeypatch.setattr("faser_backend.engines.tensorrt_build._device", lambda: (132, 90))
     assert plugin_geometry(spec, BLOCK_SIZE) == GEOMETRY
 
 

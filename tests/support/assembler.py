@@ -9,7 +9,7 @@ from pathlib import Path
 
 from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
-from faser_backend.plugins.compile import Compiled
+from faser_backend.plugins.tensorrt_aot import Compiled
 
 
 def assemble(kernel: Compiled) -> tuple[int, int]:

@@ -17,11 +17,13 @@ import pytest
 from faser_backend.core.errors import ConfigError
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.triton import server
-from faser_backend.triton.heartbeat import BUSY_FACTOR, MAX_CHECK_S, HangWatch
 from faser_backend.triton.launch_folder import (
+    BUSY_FACTOR,
     LOCK_FILE,
+    MAX_CHECK_S,
     PREFIX,
     SHARED_MEMORY,
+    HangWatch,
     LaunchFolder,
 )
 from faser_backend.triton.server import LOCK_ERROR, TritonInstall, TritonServer
@@ -32,7 +34,7 @@ LIMIT_S = 0.3
 BEATING = """
 import sys, time
 from pathlib import Path
-from faser_backend.triton.heartbeat import Heartbeat
+from faser_backend.triton.launch_folder import Heartbeat
 beat = Heartbeat(Path(sys.argv[1]))
 beat.beat()
 print("beats", flush=True)
