@@ -20,7 +20,7 @@ from faser_backend.core.request import FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline import step
 from faser_backend.pipeline.commit import RoundCounts, commit_tokens
-from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.calibration import DrafterChoice
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.forced_engine import LANES, POLICIES, Case, GuessWatcher, agrees, guessing, open_forced
 from tests.support.forcing import (

@@ -26,7 +26,7 @@ from faser_backend.pipeline import acceptance, step, trim, verify
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.calibration import DrafterChoice
 from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import random_requests
 from tests.support.fakes import HashRunner, SequentialLanes

@@ -50,7 +50,7 @@ def chat(*, run: RunOptions, serving: ServingOptions, options: ChatOptions, engi
     from faser_backend.api.params import SamplingParams
     from faser_backend.serving.loading import shown_phases
     from faser_backend.serving.model_source import find_engine
-    from faser_backend.text.chat import NO_TEMPLATE
+    from faser_backend.text.prompts import NO_TEMPLATE
 
     params = SamplingParams(**options.model_dump(exclude_unset=True, exclude={"system"}))
     check_params(params)

@@ -72,7 +72,7 @@ def generate(
 
 def read_prompt(options: GenerateOptions, chat_template: Path | None) -> Prompt:
     """Returns the prompt that the options give. Raises RequestError if they contradict each other."""
-    from faser_backend.text.chat import read_messages
+    from faser_backend.text.prompts import read_messages
 
     prompt, system, messages = options.prompt, options.system, options.messages
     ids = None if options.prompt_ids is None else parse_integers("--prompt-ids", options.prompt_ids)

@@ -16,8 +16,7 @@ from faser_backend.core.ports import Behind, DraftLoop, Sampler
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cpu.weights import useful_threads
-from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
 

@@ -18,18 +18,18 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import DraftTokens
 from faser_backend.cuda.buffers import NO_SLOT
 from faser_backend.cuda.call_shapes import CallBounds
-from faser_backend.cuda.choice import (
+from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
+from faser_backend.cuda.runner import CudaRunner
+from faser_backend.cuda.sampler import (
     NUM_WORDS,
     TorchNoise,
+    TorchSampler,
     draw_draft,
     packed_parameters,
     perturbed,
     unpacked,
     unpacked_draws,
 )
-from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
-from faser_backend.cuda.runner import CudaRunner
-from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import PreparedCall
 from faser_backend.cuda.streams import on_share
 from faser_backend.cuda.transfer import copy_to_device, to_host

@@ -35,8 +35,7 @@ from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
 from faser_backend.cuda.tensorrt_programs import TensorRtPrograms
 from faser_backend.cuda.torch_programs import TorchPrograms
-from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.partition import CorePartition, PartitionMenu, core_partitions, split_name
+from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenLanes, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
 

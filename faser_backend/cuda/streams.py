@@ -16,8 +16,7 @@ from functools import wraps
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from faser_backend.cuda.green_contexts import DriverError, GreenShare, GreenSplits
-from faser_backend.device.lanes import Proposed, Result, ThreadLanes, Verified
-from faser_backend.device.partition import PartitionMenu, split_name
+from faser_backend.device.partition import PartitionMenu, Proposed, Result, ThreadLanes, Verified, split_name
 
 _log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Drafting by look-ups and by a draft model: each request's chain comes from the one that promises more.
 
 The look-up is made first, for all. The draft model is asked for those sequences alone that it promises more for
-(policy/drafter_choice.py), and reads then what it has missed of them.
+(policy/calibration.py), and reads then what it has missed of them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from faser_backend.pipeline.in_flight import stack
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.calibration import DrafterChoice
 
 MAX_LAG = 64  # tokens of a sequence that the draft may have missed while look-ups replaced it
 

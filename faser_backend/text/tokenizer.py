@@ -20,8 +20,7 @@ from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, ErrorCode, RequestError
 from faser_backend.files import FileError, read_text
-from faser_backend.text.chat import Message, read_messages
-from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.prompts import Message, PromptFormat, read_messages
 
 PANIC = "PanicException"  # pyo3's exception, which cannot be imported
 

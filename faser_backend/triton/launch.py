@@ -30,8 +30,7 @@ from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServeOptions, given_parameters
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.runtimes import check_device
-from faser_backend.text.chat import check_template
-from faser_backend.text.prompts import read_template
+from faser_backend.text.prompts import check_template, read_template
 from faser_backend.triton.admin import Administration
 from faser_backend.triton.launch_folder import HangWatch
 from faser_backend.triton.link import socket_path

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from faser_backend.cuda.choice import TorchNoise
 from faser_backend.cuda.pool import DTYPES
+from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.kernel_cases import SENTINEL, Call, make_call, random_shape
 from faser_backend.plugins import reference

@@ -29,9 +29,8 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.timing import PhaseTimes
-from faser_backend.policy.baselines import WithoutLearning
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
-from faser_backend.policy.registry import make_policy
+from faser_backend.policy.registry import WithoutLearning, make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
 
 KV_BLOCK_SIZE = 16

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.partition import CorePartition
+from faser_backend.device.partition import CorePartition, ThreadLanes
 
 CORES = sorted(os.sched_getaffinity(0))
 DRAFT, TARGET = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))

@@ -29,9 +29,8 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.registry import parse_policy
-from faser_backend.serving.compose import assemble_on
+from faser_backend.serving.compose import assemble_on, warm_up
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
-from faser_backend.serving.warm_up import warm_up
 from tests.support.capture_machine import CaptureMachine, MachineCapturer, watch
 from tests.support.fake_cuda import FakeDriver
 from tests.support.forcing import Change, Forced
@@ -139,7 +138,7 @@ class TestFirstProducts:
     ) -> None:
         """The earlier way: the building thread warms up, and the loop's thread captures a batch's second call, its
         first product."""
-        monkeypatch.setattr("faser_backend.serving.warm_up.capture_menus", lambda *_, **__: None)
+        monkeypatch.setattr("faser_backend.serving.compose.capture_menus", lambda *_, **__: None)
         with opened(directory, monkeypatch, has_first_work=False) as each:
             each.warm_up()
             loop = EngineLoop(each.engine)

@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from faser_backend.cuda import choice, torch_programs, transfer
-from faser_backend.cuda.choice import TorchNoise
+from faser_backend.cuda import sampler, torch_programs, transfer
 from faser_backend.cuda.pool import LogitsBuffer
 from faser_backend.cuda.runtime import first_products
+from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.plugins import perturb_logits as noise_kernel
 from tests.support.fake_cuda import FakeDriver
 
@@ -74,8 +74,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: int, has_filters: bool) -> None:
     launched: list[tuple[Any, ...]] = []
     with faked(launched, monkeypatch):
-        words = empty(choice.NUM_WORDS, 5, dtype=torch.int64)
-        rows = choice.unpacked(words)
+        words = empty(sampler.NUM_WORDS, 5, dtype=torch.int64)
+        rows = sampler.unpacked(words)
         assert [column.dtype for column in rows] == [torch.int64] * 2 + [torch.float32] * 2 + [
             torch.int64,
             torch.float64,
@@ -85,10 +85,10 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
         noise = TorchNoise.__new__(TorchNoise)
         noise._log2_size, noise._table = 16, empty(2**16 + VOCAB, dtype=torch.int32)
         filtered = torch.arange(5, device=CUDA) if has_filters else None
-        scores = choice.perturbed(empty(5, VOCAB), rows, noise, filtered)
-        drawn = choice.draw_draft(scores, rows.inverse_temperature, num_candidates)
+        scores = sampler.perturbed(empty(5, VOCAB), rows, noise, filtered)
+        drawn = sampler.draw_draft(scores, rows.inverse_temperature, num_candidates)
         assert (drawn.shape, drawn.dtype, drawn.device) == ((5, 1 + max(num_candidates, 1)), torch.int64, CUDA)
-        assert choice.draw(scores).shape == (5, 2)
+        assert sampler.draw(scores).shape == (5, 2)
     ((name, grid, arguments),) = launched
     assert name == "perturb_logits_kernel" and grid == (5, -(-VOCAB // noise_kernel.BLOCK_V))
     assert len(arguments) == 8 and arguments[-1] is scores

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from faser_backend.cpu.noise import GumbelNoise, seed_keys
-from faser_backend.cuda.choice import TorchNoise
+from faser_backend.cuda.sampler import TorchNoise
 
 CPU = torch.device("cpu")
 WORD = 2**64 - 1

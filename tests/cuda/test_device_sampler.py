@@ -16,8 +16,7 @@ from faser_backend.cpu.logits import keep_min_p as numpy_keep_min_p
 from faser_backend.cpu.logits import keep_top as numpy_keep_top
 from faser_backend.cpu.sampler import MAX_MARGIN, NumpySampler
 from faser_backend.cuda import sampler as sampler_module
-from faser_backend.cuda.choice import keep_min_p, keep_top
-from faser_backend.cuda.sampler import TorchSampler
+from faser_backend.cuda.sampler import TorchSampler, keep_min_p, keep_top
 from tests.cpu.test_sampler import VOCAB, Scene, one_row_each
 
 torch.set_num_threads(1)

@@ -36,7 +36,7 @@ from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions, 
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.serving.warm_up import capture_menus
+from faser_backend.serving.compose import capture_menus
 from tests.cuda.test_capture_rules import SPLIT, Opened, opened, torch_programs
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.support.forcing import random_everything

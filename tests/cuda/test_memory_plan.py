@@ -15,8 +15,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, ROW_COUNTS
-from faser_backend.cuda.choice import RowParameters, TorchNoise, keep_top, perturbed
 from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
+from faser_backend.cuda.sampler import RowParameters, TorchNoise, keep_top, perturbed
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.shapes import PAIRS, layer_weights
@@ -151,7 +151,7 @@ def test_rows_are_filtered_some_at_a_time_with_the_same_scores(monkeypatch: pyte
     logits, noise = torch.randn(count, 97), TorchNoise(97, torch.device("cpu"))
     sizes = []
     monkeypatch.setattr(
-        "faser_backend.cuda.choice.keep_top", lambda *given: sizes.append(len(given[0])) or keep_top(*given)
+        "faser_backend.cuda.sampler.keep_top", lambda *given: sizes.append(len(given[0])) or keep_top(*given)
     )
     every = torch.arange(len(logits))
     together = perturbed(logits, rows, noise, every)

@@ -36,7 +36,7 @@ from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, t
 from faser_backend.lab.peers.programs import body_of
 from faser_backend.lab.steps import StepLog, StepNote, count_lost, figures
 from faser_backend.policy import registry
-from faser_backend.policy.baselines import FixedLength
+from faser_backend.policy.registry import FixedLength
 from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load

@@ -15,8 +15,8 @@ from faser_backend.lab.checks.control_worlds import call
 from faser_backend.lab.simulation.acceptance import AcceptanceProcess, demo_process
 from faser_backend.lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop
 from faser_backend.lab.traces import Trace
-from faser_backend.policy.baselines import FixedLength
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
+from faser_backend.policy.registry import FixedLength
 from tests.support.forcing import ADMITS_ALL, Forced, forced
 from tests.support.harness import SPLIT
 

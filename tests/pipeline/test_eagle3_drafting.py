@@ -16,7 +16,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cpu.runner import LlvmHeadRunner
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.drafter_choice import DrafterChoice
+from faser_backend.policy.calibration import DrafterChoice
 from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import Built
 from tests.support.forcing import Forced, at_random, forced, in_turns

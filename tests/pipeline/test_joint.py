@@ -14,9 +14,8 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.trim import admit, admit_by_price
-from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
+from faser_backend.policy.calibration import AcceptanceModel, DrafterChoice, MarginCurve
 from faser_backend.policy.candidates import batch_means
-from faser_backend.policy.drafter_choice import DrafterChoice
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.forced_engine import Case, agrees, open_forced
 from tests.support.forcing import forced

@@ -18,8 +18,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.ports import Lanes, Partition
 from faser_backend.cuda.streams import SmPartition, StreamLanes, on_share, open_menu
-from faser_backend.device.lanes import ThreadLanes
-from faser_backend.device.partition import PartitionMenu
+from faser_backend.device.partition import PartitionMenu, ThreadLanes
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fake_cuda import FakeCuda, FakeDriver
 from tests.support.fakes import HashRunner

@@ -162,7 +162,7 @@ def test_tensors_that_do_not_fit_are_named(name: str, broken: torch.Tensor) -> N
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU with torch for CUDA")
 @pytest.mark.parametrize("vocab_size", [97, 2048, 151_936])
 def test_on_a_gpu_noise_is_the_hosts(vocab_size: int) -> None:
-    from faser_backend.cuda.choice import TorchNoise
+    from faser_backend.cuda.sampler import TorchNoise
 
     rng, device = np.random.default_rng(vocab_size), torch.device("cuda", torch.cuda.current_device())
     keys, positions = seed_keys(rng.integers(0, 2**63, 9).astype(np.uint64)), rng.integers(0, 10**6, 9)

@@ -7,7 +7,7 @@ import pytest
 
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks.control_worlds import costs
-from faser_backend.policy.baselines import Goodput, acceptance_rates, expected_tokens
+from faser_backend.policy.registry import Goodput, acceptance_rates, expected_tokens
 from tests.support.harness import request
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from faser_backend.cuda.call_shapes import ROW_COUNTS
-from faser_backend.cuda.choice import TorchNoise
+from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_call, random_shape
 from faser_backend.plugins import pruned_chunk_attention as attention
 from faser_backend.plugins import reference

@@ -17,9 +17,8 @@ from faser_backend.openai.bodies import ChatBody, check_body
 from faser_backend.openai.requests import conversation_ids
 from faser_backend.openai.tools import shows_tools
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.text.chat import ChatRenderer, read_messages
 from faser_backend.text.chat_worker import MAX_CHARS, MAX_MEMORY_BYTES
-from faser_backend.text.prompts import PromptFormat
+from faser_backend.text.prompts import ChatRenderer, PromptFormat, read_messages
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
 from faser_backend.triton.llmapi import LlmApiContract

@@ -6,7 +6,7 @@ import pytest
 
 from faser_backend.core.errors import FaserError
 from faser_backend.core.request import Limits
-from faser_backend.serving.warm_up import warm_up, warm_up_batches
+from faser_backend.serving.compose import warm_up, warm_up_batches
 from tests.support.harness import open_fake
 
 
