@@ -186,9 +186,3 @@ def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, cache:
     assert re.search(rf"{sum(pool.num_bytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
     with pytest.raises(ConfigError, match="num_kv_blocks = 3: one context of 64 tokens needs at least 16 blocks of 4"):
         memory_report(engine, config=EngineConfig(num_kv_blocks=3))
-
-
-def test_only_the_target_is_counted_where_no_model_drafts(tmp_path: Path) -> None:
-    build_engines(write_checkpoint(tmp_path / "source"), None, tmp_path / "cpu", kv_block_size=4)
-    report = "\n".join(memory_report(tmp_path / "cpu"))
-    assert "weights of the target" in report and "draft" not in report

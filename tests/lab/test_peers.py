@@ -6,23 +6,14 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
-from faser_backend.lab.peers import __main__ as peers
 from faser_backend.lab.peers import files
 from tests.support.gguf_models import write_gguf
 from tests.support.tiny_models import random_model
-
-
-@pytest.mark.parametrize("given", [["--only", "llama,tgi"], ["--jobs", "0"], ["--prompts", "nowhere.jsonl"]])
-def test_a_bad_command_line_is_one_error(tmp_path: Path, given: list[str]):
-    with pytest.raises(SystemExit, match=f"^error: .*{given[1].rpartition(',')[2]}.*$"):
-        peers.main([*given, "--output", str(tmp_path)])
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path):

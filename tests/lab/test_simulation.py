@@ -205,16 +205,6 @@ def test_the_texts_do_not_depend_on_how_they_are_scheduled(options):
     assert ("num_kv_blocks" in options) == (summary["num_preemptions"] > 0)
 
 
-def test_one_server_with_constant_service_waits_as_queueing_theory_says():
-    # M/D/1 (Pollaczek and Khinchine): the mean wait is load / (2 (1 - load)) services.
-    count, load, service_s = 5_000, 0.5, 110e-6
-    arrivals = np.cumsum(np.random.default_rng(5).exponential(service_s / load, count))
-    ones = np.ones(count, np.int64)
-    outcome = run(world(), Trace(arrivals - arrivals[0], ones, ones, "Poisson"), "none", max_num_seqs=1)
-    waits_s = outcome.summary()["e2e_ms_mean"] / 1e3 - service_s
-    assert waits_s / service_s == pytest.approx(load / (2 * (1 - load)), rel=0.1)
-
-
 def test_what_no_path_of_outcomes_stands_for_is_refused():
     with pytest.raises(ConfigError, match="rejection"):
         run(world(), trace_of((5, 9)), acceptance="rejection")

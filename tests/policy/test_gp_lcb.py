@@ -160,12 +160,6 @@ def test_mixed_requests_do_better_than_any_static_length():
     assert lengths[:, ::2].mean() > lengths[:, 1::2].mean() + 1.0
 
 
-def test_nothing_is_drafted_where_it_does_not_pay():
-    run = Run(GpLcb(Knowledge(COMPUTE_BOUND)))
-    run.regret(Load(300, 32, (0.5,), COMPUTE_BOUND))
-    assert run.share_of_zeros(200) > 0.95
-
-
 def test_drafting_returns_when_acceptance_does():
     good, bad = Load(500, 8, (0.85,), BETWEEN), Load(500, 8, (0.05,), BETWEEN)
     run = Run(GpLcb(Knowledge(BETWEEN)))

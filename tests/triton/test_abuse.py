@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from faser_backend.lab.abuse import faults
 from faser_backend.lab.abuse.cases import CONTRACTS, Case, make_case
 from faser_backend.lab.abuse.clients import Reply, judge
 from faser_backend.lab.abuse.faults import Outcome, attack_with_schemas, kill_process
@@ -101,9 +99,3 @@ def test_growth_is_a_broken_promise(held: Usage):
     assert line.startswith("model: ")
     assert growth([at(step, float(step > 1)) for step in range(9)]) == []  # all of it while it warmed up
     assert growth([at(step, float(step > 6)) for step in range(12)]) == []  # in one step
-
-
-def test_faults_that_need_a_mount_say_that_they_were_not_tried(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(faults, "may_mount", lambda: False)
-    nobody: Any = None
-    assert faults.tried("full cache", nobody).saw == "not tried: this user may not mount"
