@@ -233,17 +233,11 @@ def sm_kind(driver: Any) -> Any:
     [
         ("cuInit", lambda driver: (0,)),
         ("cuDeviceGet", lambda driver: (0,)),
-        (
-            "cuDeviceGetDevResource",
-            lambda driver: (driver.CUdevice(0), sm_kind(driver)),
-        ),
+        ("cuDeviceGetDevResource", lambda driver: (driver.CUdevice(0), sm_kind(driver))),
         ("cuDevSmResourceSplitByCount", lambda driver: (16, driver.CUdevResource(), NO_FLAGS, 8)),
         ("cuDevResourceGenerateDesc", lambda driver: ([driver.CUdevResource()] * 2, 2)),
         ("cuGreenCtxCreate", lambda driver: (driver.CUdevResourceDesc(), driver.CUdevice(0), DEFAULT_STREAM_FLAG)),
-        (
-            "cuGreenCtxGetDevResource",
-            lambda driver: (driver.CUgreenCtx(), sm_kind(driver)),
-        ),
+        ("cuGreenCtxGetDevResource", lambda driver: (driver.CUgreenCtx(), sm_kind(driver))),
         ("cuGreenCtxStreamCreate", lambda driver: (driver.CUgreenCtx(), NON_BLOCKING, 0)),
     ],
 )

@@ -27,8 +27,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelSpec]:
 
 
 @pytest.mark.parametrize(
-    ("fields", "scale"),
-    [({}, 1.5), ({"use_rslora": True}, 3.0), ({"init_lora_weights": "eva", "bias": None}, 1.5)],
+    ("fields", "scale"), [({}, 1.5), ({"use_rslora": True}, 3.0), ({"init_lora_weights": "eva", "bias": None}, 1.5)]
 )
 def test_the_scale_is_part_of_b(base: tuple[Path, ModelSpec], fields: Any, scale: float, tmp_path: Path) -> None:
     directory = write_adapter(base[0], tmp_path / "a", lora_alpha=6.0, layers=(1,), **fields)

@@ -12,13 +12,7 @@ from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.engines.tensorrt_buckets import (
-    MAX_ELEMENTS,
-    CallLimits,
-    call_buckets,
-    narrowed,
-    shapes_of,
-)
+from faser_backend.engines.tensorrt_buckets import MAX_ELEMENTS, CallLimits, call_buckets, narrowed, shapes_of
 from faser_backend.manifest import BucketSpec, EngineManifest, TensorSpec
 from tests.support.tiny_models import write_checkpoint
 

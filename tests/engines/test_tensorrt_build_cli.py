@@ -64,10 +64,7 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
         ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 7.5, "),
         ("--runtime tensorrt_rtx --max-num-seqs 0", "max_num_seqs = 0: must lie in"),
         ("--runtime tensorrt_rtx --max-context 0", "--max-context = 0: must be at least 32"),
-        (
-            "--runtime tensorrt_rtx --splits all",
-            "--splits = all: applies to --runtime tensorrt with a draft model",
-        ),
+        ("--runtime tensorrt_rtx --splits all", "--splits = all: applies to --runtime tensorrt with a draft model"),
         ("--dtype bf16", "dtype = 'bf16': runtime 'llvm' supports only 'fp32'"),
     ],
 )

@@ -245,10 +245,7 @@ def check(outcome: tuple[Driven, FakeEngine], undisturbed: dict[str, list[int]],
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_error_in_what_belongs_to_one_request_ends_it_alone(
-    mode: tuple[str, str],
-    undisturbed: dict[str, list[int]],
-    hook: str,
-    monkeypatch: pytest.MonkeyPatch,
+    mode: tuple[str, str], undisturbed: dict[str, list[int]], hook: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     field, owner, name, concerns, at_call = HOOKS[hook]
     poison(monkeypatch, owner, name, concerns, at_call)

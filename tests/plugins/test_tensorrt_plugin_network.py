@@ -32,13 +32,7 @@ from tests.support.tiny_models import reference_logits, reference_model, write_c
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK_SIZE, NUM_BLOCKS = 4, 12
 GEOMETRY = Geometry(
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    kv_block_size=BLOCK_SIZE,
-    tile_rows=8,
-    num_sms=132,
-    capability=90,
+    num_heads=4, num_kv_heads=2, head_dim=8, kv_block_size=BLOCK_SIZE, tile_rows=8, num_sms=132, capability=90
 )
 
 

@@ -159,11 +159,7 @@ def test_prompts_are_read_from_json_lines_and_from_text(engine: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "content", "named"),
     [
-        (
-            "a.jsonl",
-            '{"prompt": "token5"}\n{"title": "token7"}',
-            'line 2: must be a JSON object with "turns"',
-        ),
+        ("a.jsonl", '{"prompt": "token5"}\n{"title": "token7"}', 'line 2: must be a JSON object with "turns"'),
         ("a.jsonl", '{"prompt": 7}\n', "line 1: prompt = 7: must be text"),
         ("a.txt", "token5\n", "1 prompts; at least 2"),
         ("a.txt", "", "holds no prompts"),

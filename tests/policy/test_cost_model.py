@@ -7,15 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from faser_backend.policy.cost_model import (
-    DRAFT,
-    TARGET,
-    WHOLE,
-    CallCost,
-    CostModel,
-    Curve,
-    OverheadCost,
-)
+from faser_backend.policy.cost_model import DRAFT, TARGET, WHOLE, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.profiling.cost_fit import (
     CallShapes,
     fit_call_cost,

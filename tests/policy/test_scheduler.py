@@ -22,11 +22,7 @@ def scheduler(
 ) -> Scheduler:
     blocks = BlockManager(num_blocks, 4, 4, context)
     return Scheduler(
-        blocks,
-        parse_policy(policy, guessed),
-        max_num_seqs=4,
-        max_prefill_tokens=budget,
-        never_evicts=never_evicts,
+        blocks, parse_policy(policy, guessed), max_num_seqs=4, max_prefill_tokens=budget, never_evicts=never_evicts
     )
 
 
