@@ -50,8 +50,7 @@ def describe_checkout() -> dict[str, Any]:
 
 
 def gpu_name() -> str | None:
-    from faser_backend.cuda.green_contexts import DriverError
-    from faser_backend.cuda.identity import gpu_facts, load_driver
+    from faser_backend.cuda.green_contexts import DriverError, gpu_facts, load_driver
 
     try:
         facts = gpu_facts(load_driver())

@@ -15,7 +15,7 @@ from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
 from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.serving.engine_loop import Subscription
-from faser_backend.serving.log_format import log_clamp
+from faser_backend.serving.request_reports import log_clamp
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.guides import GuideCompiler
 from faser_backend.text.tokenizer import TextTokenizer

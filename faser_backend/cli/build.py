@@ -201,7 +201,7 @@ def _open_split_streams(options: BuildOptions, handles: ExitStack) -> dict[str, 
     Returns {} without green contexts or a draft, or if TensorRT cannot build for a split. Raises TensorRtError if
     TensorRT or a GPU is missing.
     """
-    from faser_backend.cuda.identity import load_driver
+    from faser_backend.cuda.green_contexts import load_driver
     from faser_backend.device.partition import split_name
     from faser_backend.engines.tensorrt_buckets import SplitStreams
     from faser_backend.engines.tensorrt_build import require_gpu

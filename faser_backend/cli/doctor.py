@@ -13,8 +13,7 @@ from typing import Any, Literal
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.cpu.weights import choose_copy
-from faser_backend.cuda.green_contexts import DriverError, GreenSplits
-from faser_backend.cuda.identity import gpu_facts, load_driver, memory_bytes
+from faser_backend.cuda.green_contexts import DriverError, GreenSplits, gpu_facts, load_driver, memory_bytes
 from faser_backend.cuda.memory_plan import plan_memory
 from faser_backend.device.partition import core_partitions
 from faser_backend.device.runtime import ModelPair

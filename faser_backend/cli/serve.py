@@ -54,7 +54,7 @@ def serve(
     SIGINT or SIGTERM drains the server: running requests finish first.
     """
     from faser_backend.serving.model_source import find_engine, shown_name
-    from faser_backend.serving.tracing import check_endpoint
+    from faser_backend.serving.request_reports import check_endpoint
     from faser_backend.triton.launch import check_engine, serve_until_signalled
 
     _check_access(where, openai)
@@ -82,7 +82,7 @@ def serve(
 
 def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
     """Raises ConfigError for options under which a server would not start, or would be open to strangers."""
-    from faser_backend.serving.access import check_host, restriction_options
+    from faser_backend.serving.parameters import check_host, restriction_options
 
     check_host(where.host, is_exposed=where.expose_triton)
     restriction_options(where.admin_key, where.restricted)
@@ -121,7 +121,7 @@ def reload(*, options: ReloadOptions) -> None:
 
     Requests in progress finish on the old engines.
     """
-    from faser_backend.serving.access import read_admin_key
+    from faser_backend.serving.parameters import read_admin_key
     from faser_backend.triton.admin import Administration
     from faser_backend.triton.launch import reload_engine
 
@@ -139,7 +139,7 @@ def openai(*, openai: OpenAIOptions, model: ModelOptions) -> None:
     Triton must run on this machine, as this user.
     """
     from faser_backend.openai.server import run_openai
-    from faser_backend.serving.log_format import set_up_logging
+    from faser_backend.serving.request_reports import set_up_logging
 
     set_up_logging(model.log_format, "openai", logging.WARNING)
     run_openai(openai, model)

@@ -2,15 +2,22 @@
 
 One split call divides the device into groups of the smallest allowed size, which the menu's splits combine into
 disjoint shares. The driver is a parameter: `cuda.bindings.driver` or a fake.
+
+A GPU and its software are identified without opening a context: for profiles and for `faser doctor`.
 """
 
 from __future__ import annotations
 
+import importlib
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.cpu.runtime import cpu_identity
 from faser_backend.device.partition import draft_sizes
+from faser_backend.plugins.tensorrt_import import import_tensorrt
+from faser_backend.runtime_spec import RUNTIMES
 
 DEFAULT_STREAM_FLAG = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required by drivers for CUDA 12 and 13.0
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the only kind of stream that a green context has
@@ -130,3 +137,66 @@ def call_driver(driver: Any, name: str, *arguments: Any) -> Any:
     if int(status) != 0:
         raise DriverError(f"{name}: {getattr(status, 'name', status)}")
     return results[0] if len(results) == 1 else tuple(results)
+
+
+NAME_BYTES = 128
+
+
+class GpuFacts(NamedTuple):
+    """Facts about the first visible GPU."""
+
+    name: str
+    num_sms: int
+    driver: int  # the CUDA version that the driver supports, 13000 for 13.0
+    num_gpus: int
+
+
+def load_driver() -> Any:
+    """Imports cuda.bindings.driver. Raises ImportError if cuda-python is not installed."""
+    return importlib.import_module("cuda.bindings.driver")
+
+
+def gpu_facts(driver: Any) -> GpuFacts:
+    """Reads the facts from the driver. Raises DriverError if there is no driver or no GPU."""
+    call_driver(driver, "cuInit", 0)
+    num_gpus = int(call_driver(driver, "cuDeviceGetCount"))
+    if num_gpus == 0:
+        raise DriverError("the driver shows no GPU")
+    device = call_driver(driver, "cuDeviceGet", 0)
+    name = call_driver(driver, "cuDeviceGetName", NAME_BYTES, device)
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+    num_sms = int(call_driver(driver, "cuDeviceGetAttribute", attribute, device))
+    driver_version = int(call_driver(driver, "cuDriverGetVersion"))
+    return GpuFacts(name.split(b"\0")[0].decode(), num_sms, driver_version, num_gpus)
+
+
+def memory_bytes(driver: Any) -> int:
+    """Returns the total memory of the first GPU. Raises DriverError if there is no driver or no GPU."""
+    gpu_facts(driver)
+    return int(call_driver(driver, "cuDeviceTotalMem", call_driver(driver, "cuDeviceGet", 0)))
+
+
+def gpu_identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
+    """Returns the facts that determine the time of a GPU runtime's calls; without a GPU, torch's are the processor's.
+
+    driver: cuda.bindings.driver by default. Raises ConfigError if the runtime's library is missing, and FaserError if
+    TensorRT finds no GPU.
+    """
+    flavour = RUNTIMES[runtime].tensorrt
+    library = _torch_version() if flavour is None else import_tensorrt(flavour)
+    versions: dict[str, str | int] = {runtime: library if isinstance(library, str) else library.version}
+    try:
+        facts = gpu_facts(driver or load_driver())
+    except (DriverError, ImportError):
+        if flavour is not None:
+            raise
+        processor = cpu_identity()
+        return {"cpu": processor["cpu"], "num_cores": processor["num_cores"], **versions}
+    return {"gpu": facts.name, "num_sms": facts.num_sms, "driver": facts.driver, **versions}
+
+
+def _torch_version() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        raise ConfigError("runtime = 'torch': torch is not installed; pip install 'faser-backend[torch]'") from None

@@ -26,7 +26,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import Behind, DraftLoop, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
-from faser_backend.cuda.identity import load_driver
+from faser_backend.cuda.green_contexts import load_driver
 from faser_backend.cuda.memory_plan import plan_memory
 from faser_backend.cuda.pool import DTYPES, CudaKvPool
 from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner

@@ -33,7 +33,7 @@ from faser_backend.openai.engine_client import EngineClient
 from faser_backend.openai.errors import ApiError, Json, as_api_error, error_response, to_json
 from faser_backend.openai.replies import ApiReply, ChatReply, CompletionReply, Event, ResponsesReply
 from faser_backend.openai.requests import Generation, generations
-from faser_backend.serving.request_life import CONTEXT_HEADERS, Listener
+from faser_backend.serving.request_reports import CONTEXT_HEADERS, Listener
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.triton.admin import fetch
 

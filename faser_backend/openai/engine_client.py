@@ -20,7 +20,7 @@ from pathlib import Path
 from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.openai.requests import Generation
-from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
+from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.text.guides import read_guide

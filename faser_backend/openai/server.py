@@ -26,11 +26,8 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.files import FileError, read_text
 from faser_backend.openai.app import Callers, make_app
 from faser_backend.openai.errors import ApiError, to_json
-from faser_backend.serving.access import check_address, is_loopback
-from faser_backend.serving.log_format import log_request
-from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
-from faser_backend.serving.request_life import Listener
-from faser_backend.serving.tracing import Tracing
+from faser_backend.serving.parameters import ModelOptions, OpenAIOptions, check_address, is_loopback
+from faser_backend.serving.request_reports import Listener, Tracing, log_request
 from faser_backend.triton.link import only_socket
 from faser_backend.triton.server import check_ports
 

@@ -31,8 +31,8 @@ from faser_backend.manifest import FORMAT_VERSION, MANIFEST_FILE, EngineManifest
 from faser_backend.places import DEMO_PAIR, GPU_DEVICE, data_folder
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.serving.loading import log, shown_phases, size_text
-from faser_backend.serving.log_format import line_logger
 from faser_backend.serving.parameters import RunOptions
+from faser_backend.serving.request_reports import line_logger
 from faser_backend.version import VERSION
 
 HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+\.gguf))?")

@@ -78,7 +78,7 @@ def identity_of(runtime: str) -> dict[str, str | int]:
     """Returns the facts about this machine that decide how long calls take, without opening the device."""
     if RUNTIMES[runtime].is_cpu:
         return cpu_identity()
-    from faser_backend.cuda.identity import gpu_identity
+    from faser_backend.cuda.green_contexts import gpu_identity
 
     return gpu_identity(runtime)
 

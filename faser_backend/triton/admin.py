@@ -10,7 +10,7 @@ import urllib.request
 from typing import Any
 
 from faser_backend.core.errors import FaserError
-from faser_backend.serving.access import KEY_HEADER
+from faser_backend.serving.parameters import KEY_HEADER
 
 _RAISED = re.compile(r"TritonModelException: (.*?)(?:\n\nAt:|;?\n|$)", re.DOTALL)
 

@@ -24,7 +24,7 @@ from faser_backend.core.request import (
     Request,
     Sampling,
 )
-from faser_backend.serving.log_format import log_clamp
+from faser_backend.serving.request_reports import log_clamp
 from faser_backend.text.guides import GUIDE, GUIDE_TYPE, MAX_GUIDE_BYTES, read_guide
 from faser_backend.text.tokenizer import TextTokenizer, check_length
 from faser_backend.triton.link import Handshake

@@ -31,8 +31,7 @@ from faser_backend.core.errors import (
     blamed,
 )
 from faser_backend.core.request import EngineOutput, FinishReason
-from faser_backend.serving.log_format import about
-from faser_backend.serving.request_life import Listener, RequestLife, SequenceLife
+from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife, about
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest, is_stop_request, num_text_bytes, parse_requests
 from faser_backend.triton.link import EngineLink, Handshake

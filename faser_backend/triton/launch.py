@@ -25,10 +25,10 @@ from faser_backend.manifest import EngineManifest, read_manifest_fields
 from faser_backend.policy.registry import make_policy
 from faser_backend.serving.drafting import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
-from faser_backend.serving.log_format import line_logger
 from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServeOptions, given_parameters
 from faser_backend.serving.processes import die_with_parent
+from faser_backend.serving.request_reports import line_logger
 from faser_backend.serving.runtimes import check_device
 from faser_backend.text.prompts import check_template, read_template
 from faser_backend.triton.admin import Administration

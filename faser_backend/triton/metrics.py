@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
 from faser_backend.pipeline.engine import NUM_POSITIONS, STEP_KINDS, EngineMetrics
-from faser_backend.serving.request_life import RequestLife
+from faser_backend.serving.request_reports import RequestLife
 from faser_backend.triton.link import DIRECT
 
 TOKEN_BUCKETS = (10, 50, 100, 500, 1000)

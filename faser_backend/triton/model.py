@@ -23,12 +23,10 @@ import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingI
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
 from faser_backend.serving.loading import log, written_phases
-from faser_backend.serving.log_format import log_request, set_up_logging
 from faser_backend.serving.parameters import ModelOptions, ServingOptions, given_parameters
 from faser_backend.serving.processes import PARENT_POLL_S, children, die_with_parent
-from faser_backend.serving.request_life import Listener
+from faser_backend.serving.request_reports import Listener, Tracing, log_request, set_up_logging
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.serving.tracing import Tracing
 from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.frontend import Frontend, InflightBatcherContract, LongTexts

@@ -30,10 +30,9 @@ import numpy as np
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.places import GPU_DEVICE, MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
-from faser_backend.serving.access import check_host, grpc_tls_options, restriction_options
-from faser_backend.serving.parameters import ServeOptions
+from faser_backend.serving.parameters import ServeOptions, check_host, grpc_tls_options, restriction_options
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
-from faser_backend.serving.tracing import forward_options
+from faser_backend.serving.request_reports import forward_options
 from faser_backend.triton.admin import AdminError, Administration
 from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
 from faser_backend.triton.model_configs import known_keys, launch_text

@@ -46,7 +46,7 @@ class Probe:
 
 def run(context: Context) -> Result:
     """Measures every split of the menu: histograms of %smid, eager and replayed, and how long both shares overlap."""
-    from faser_backend.cuda.identity import load_driver
+    from faser_backend.cuda.green_contexts import load_driver
     from faser_backend.cuda.runtime import prepare_cuda
     from faser_backend.cuda.streams import open_menu
 

@@ -13,8 +13,7 @@ from numba.core import caching
 from faser_backend.cli.doctor import Finding, examine
 from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.kernels import attention
-from faser_backend.cuda.green_contexts import DriverError
-from faser_backend.cuda.identity import GpuFacts, gpu_facts, gpu_identity
+from faser_backend.cuda.green_contexts import DriverError, GpuFacts, gpu_facts, gpu_identity
 from faser_backend.lab import environment
 from faser_backend.serving import runtimes
 from faser_backend.serving.runtimes import check_kernel_compiler
@@ -115,7 +114,7 @@ def test_what_kernels_of_gpus_are_compiled_with(monkeypatch: pytest.MonkeyPatch,
 
 def test_figures_carry_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.describe(0)["gpu"] is None or "SMs" in str(environment.describe(0)["gpu"])
-    monkeypatch.setattr("faser_backend.cuda.identity.load_driver", lambda: FakeDriver(132))
+    monkeypatch.setattr("faser_backend.cuda.green_contexts.load_driver", lambda: FakeDriver(132))
     meta = environment.describe(0)
     assert meta["gpu"] == "Faked GPU, 132 SMs, CUDA driver 13000" and "torch" in meta["versions"]  # type: ignore[operator]
     assert ", Faked GPU, 132 SMs, CUDA driver 13000 (load" in environment.as_lines(meta)[0]

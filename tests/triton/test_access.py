@@ -12,15 +12,15 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.serving.access import (
+from faser_backend.serving.parameters import (
     GRPC_PREFIX,
     KEY_HEADER,
+    ServeOptions,
     check_host,
     grpc_tls_options,
     read_admin_key,
     restriction_options,
 )
-from faser_backend.serving.parameters import ServeOptions
 from faser_backend.triton import server
 from faser_backend.triton.server import TritonServer
 from tests.support.served import on_free_ports

@@ -14,9 +14,16 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.request import EngineOutput, FinishReason, RequestStats
-from faser_backend.serving.log_format import JsonFormatter, about, log_request
-from faser_backend.serving.request_life import MAX_ROUNDS, RequestLife, SequenceLife
-from faser_backend.serving.tracing import Tracing, check_endpoint
+from faser_backend.serving.request_reports import (
+    MAX_ROUNDS,
+    JsonFormatter,
+    RequestLife,
+    SequenceLife,
+    Tracing,
+    about,
+    check_endpoint,
+    log_request,
+)
 
 MS = 1_000_000
 

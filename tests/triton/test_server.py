@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from tritonclient import http
 from tritonclient.utils import InferenceServerException
 
-from faser_backend.serving.access import GRPC_PREFIX, KEY_HEADER
-from faser_backend.serving.parameters import ServeOptions
+from faser_backend.serving.parameters import GRPC_PREFIX, KEY_HEADER, ServeOptions
 from faser_backend.triton.server import TritonServer
 from tests.support.chat_templates import CHATML
 from tests.support.clients import Stream, post, wait_for_free_blocks
