@@ -4,8 +4,6 @@ One round is run for every draft and coin, and each outcome is completed by exac
 the distance is exactly 0. Planted biases must show.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Budgets of sizes, and of habits to be lost, in budgets.json: a change may lower them and never raises them."""
 
-from __future__ import annotations
-
 import ast
 import itertools
 import json

@@ -4,8 +4,6 @@ test_examples.py runs README's calls, and other tests run tutorials. The rest (b
 take minutes: the commands' own parsers check their command lines.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -4,8 +4,6 @@ Combines policies, modes, rules, drafters, lanes and pools, and compares each wi
 of the fake models matters; after each step the records are compared with their pools.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product

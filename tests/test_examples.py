@@ -1,7 +1,5 @@
 """Runs the programs of examples/ and the commands of README and of docs/tutorial-serve.md against one server."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy

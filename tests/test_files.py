@@ -1,7 +1,5 @@
 """Unreadable files and directories: each gives one error at once, without a traceback."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -5,8 +5,6 @@ Imports are read from the syntax tree, so a rule holds for code that no test hap
 
 # size: the rules share how files are found and read.
 
-from __future__ import annotations
-
 import ast
 import os
 import re

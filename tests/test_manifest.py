@@ -1,7 +1,5 @@
 """Engine directories that load, damaged ones that are refused, and builds that are refused."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from dataclasses import replace

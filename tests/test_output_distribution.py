@@ -4,8 +4,6 @@ Joint chi-squares of the first tokens through the real scheduler, pipeline, samp
 decisively for planted mistakes: rules that use later tokens, accept too often, or share noise.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Two replicas on Ray Serve (deploy/ray_serve.py), seen by clients of their one port."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

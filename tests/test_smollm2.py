@@ -1,7 +1,5 @@
 """The public model SmolLM2-135M-Instruct: from its file to an engine and an answer, with transformers' logits."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/tutorial-policy.md: `generate`, `simulate` and `bench` load its policy by path."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

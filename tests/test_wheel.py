@@ -1,7 +1,5 @@
 """The wheel as a user gets it: installed in a new environment and used away from the checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import tomllib

@@ -1,7 +1,5 @@
 """The Python API: its inputs and outputs, and that it leaves no process or block behind."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

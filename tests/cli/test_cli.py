@@ -1,7 +1,5 @@
 """The `faser` command in process: what it prints, what it refuses, and the demo pair's cache."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

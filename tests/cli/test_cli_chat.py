@@ -1,7 +1,5 @@
 """`faser chat`: a conversation from a pipe and from a terminal."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """The commands that measure, as processes and in this one: interrupts, budgets, estimates and output that cannot be."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Wording of the command line: remedies, warnings, reasons, and names that nobody has to keep up to date by hand."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`faser doctor` on a GPU, from a faked driver, and on kernels; the rest of the report is in test_cli.py."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models by name: from this disk and from a hub on loopback, built once; and the options of a file."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

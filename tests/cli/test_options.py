@@ -1,7 +1,5 @@
 """Options are declared once, in tables that agree with command line and config.pbtxt; help is short and imperative."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

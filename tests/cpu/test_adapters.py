@@ -1,7 +1,5 @@
 """Rows with LoRA adapters on runtime `llvm`: equal to a merged model, and to decoding alone in any company."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Products on units of bfloat16: vectors by their contract bit by bit, and AMX's tiles on an emulation in numpy."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Engines of runtime llvm end to end: no policy, batch or preemption changes a token; numpy uses one thread."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from dataclasses import replace

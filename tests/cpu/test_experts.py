@@ -3,8 +3,6 @@
 test_families.py compares logits with transformers.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """GGUF files on runtime llvm: quantised weights are stored number by number, others as chosen."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import gguf

@@ -1,7 +1,5 @@
 """Engines with fp16 keys and values: opening, and distance from float32; test_eagle3_drafting.py compares tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

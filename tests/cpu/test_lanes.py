@@ -1,7 +1,5 @@
 """ThreadLanes: two threads run at once on their cores, and both phases end before a failure is raised."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

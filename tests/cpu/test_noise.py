@@ -1,7 +1,5 @@
 """Noise: a pure function of (seed, position) with the right distribution, and independent where promised."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import stats

@@ -1,7 +1,5 @@
 """Opening partitions: the splits, their reasons, shared pools, sessions on lanes, and complete cleanup."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import threading

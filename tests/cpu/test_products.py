@@ -1,8 +1,6 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Products of rows and stored matrices on a CPU: right, with the same bits in any batch, and cached on disk."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

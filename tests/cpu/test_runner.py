@@ -3,8 +3,6 @@
 test_families.py compares logits of every family.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

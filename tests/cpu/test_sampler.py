@@ -1,7 +1,5 @@
 """NumpySampler against a slow reference in plain Python, at edge cases, and while drafting."""
 
-from __future__ import annotations
-
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The profiles of a compiled engine that a share of the GPU may run, and the calls that fit them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -3,8 +3,6 @@
 The code that they replaced breaks them.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable, Iterator

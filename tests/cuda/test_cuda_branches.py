@@ -4,8 +4,6 @@ FakeTensor runs the real code on device "cuda" up to the operators, which check 
 kernels, which then do not launch. Arguments of the driver's bindings are checked too.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Noise on torch's CPU device: the host's own, in torch's tensors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """TorchSampler against NumpySampler, row by row: equal tokens, candidates and errors, margins to the last bits."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

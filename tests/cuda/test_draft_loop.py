@@ -1,7 +1,5 @@
 """Chains drafted at once equal chains drafted token by token: the same frontiers, in every policy and mode."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

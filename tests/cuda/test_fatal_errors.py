@@ -1,7 +1,5 @@
 """Permanent errors of a GPU end the engine, answer its requests and are reported; other errors fail one step."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The shapes of calls under every policy, mode and mixture of sampling: few, known in advance, never evicted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import le

@@ -1,7 +1,5 @@
 """Shares of a GPU from a fake driver: sizes, disjointness, one split call, no leaks, and the fallbacks."""
 
-from __future__ import annotations
-
 import logging
 from ctypes.util import find_library
 from typing import Any

@@ -1,7 +1,5 @@
 """A GPU's memory is planned before anything is allocated: the rest is for KV blocks."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

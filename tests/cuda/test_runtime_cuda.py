@@ -1,7 +1,5 @@
 """The GPU runtimes as the composition root opens them: on torch's CPU device, and on shares of a faked GPU."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import subprocess

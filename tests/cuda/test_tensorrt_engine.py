@@ -1,7 +1,5 @@
 """Engine files: the configuration of contexts, RTX's cached kernels, and, on a GPU, whole engines."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

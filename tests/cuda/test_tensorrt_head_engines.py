@@ -1,8 +1,6 @@
 """EAGLE-3 heads behind TensorRT's runner: features, logits and chains against a dense reference, tokens of plain
 decoding. Engines are the graphs that TensorRT-RTX gets, run by ONNX Runtime (tests.support.ort_engines)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

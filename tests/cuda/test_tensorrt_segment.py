@@ -4,8 +4,6 @@ The programs and the runner are real; engines are ONNX Runtime sessions (tests.s
 refuses engine files, which needs no GPU.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Inputs of GPU calls: their values for each row, their padding, and alternating staging areas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """TorchDraftLoop on torch's CPU device, against alternating calls of the runner and the sampler."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every model family without experts in runtime torch, cut and whole, against transformers; experts are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runtime torch on a GPU: graphs equal eager calls, and nothing waits. gpu_check.py compares chains and tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The GPU runner on torch's CPU device: buckets, static tensors, shared pools, decode calls filled on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path

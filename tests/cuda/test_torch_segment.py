@@ -1,7 +1,5 @@
 """The torch segments on a CPU against runtime llvm: pools, cut and pruned runs; test_torch_families.py has logits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Builds as processes: memory while reading, files after an interruption, mapped files."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 A subset of scripts/check_equality.py, which runs all prompts.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every model family and variant: packed, paged, chunked and cut runs have the logits of transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """GGUF files against transformers: architectures, types of tensors, order of rows, rotary factors."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """GGUF files that are refused: each gets an error of one line that names the file, and the field where one is wrong."""
 
-from __future__ import annotations
-
 import gc
 import struct
 import tempfile

@@ -1,7 +1,5 @@
 """Tokenizers of GGUF files: ids equal transformers' for the same file; special and end tokens, templates."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from functools import partial

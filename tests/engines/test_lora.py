@@ -1,7 +1,5 @@
 """LoRA adapters in PEFT's layout: what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Drafts and targets that differ: padded rows are cut, mismatches are refused, and pairs decode losslessly."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Prompt files: reading, order, requests made from them, and prompts that are refused or left out."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

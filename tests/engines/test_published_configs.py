@@ -1,7 +1,5 @@
 """Dimensions of well-known models, from their published configs, and their numbers of parameters."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantised checkpoints: their numbers, engines of them, negative controls, and malformed ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

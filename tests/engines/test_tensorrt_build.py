@@ -1,7 +1,5 @@
 """Engines of TensorRT-RTX by the real compiler: tensors, profiles, sizes, determinism, progress."""
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Limits and buckets of TensorRT builds, and their checks in a manifest. TensorRT is not needed."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

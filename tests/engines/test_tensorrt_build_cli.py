@@ -1,7 +1,5 @@
 """`faser build`: options of each runtime, and its output."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

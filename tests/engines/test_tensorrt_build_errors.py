@@ -1,7 +1,5 @@
 """Failures of TensorRT, a missing TensorRT and damaged engines: one clear error each."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Graphs for TensorRT: RTX's in ONNX Runtime (test_families.py compares logits), the plugin's without attributes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """EAGLE-3 heads for TensorRT: engines by the real compiler, and the plugin's graph against a dense reference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

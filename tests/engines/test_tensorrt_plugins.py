@@ -1,7 +1,5 @@
 """Layer information of engines: layers that copy a KV pool are found."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

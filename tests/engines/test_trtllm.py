@@ -1,7 +1,5 @@
 """TensorRT-LLM checkpoints: for every sharding of a model, engines equal those of the whole model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

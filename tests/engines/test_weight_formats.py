@@ -1,7 +1,5 @@
 """Formats of matrices, keys and values: given ones, defaults, and their report by a build."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`faser bench` on tiny engines: its files, its accounting, its contestants and its words."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Generator

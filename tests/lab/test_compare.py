@@ -1,7 +1,5 @@
 """`python -m lab.checks.compare`: contestants match their names, answers are equal, the page has a row for each."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The GPU check: its report and parts, the harness around them, and a dry run on the CPU."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`python -m lab.peers`: its command line and its model formats."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

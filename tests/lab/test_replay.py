@@ -1,7 +1,5 @@
 """`faser replay` against a real server: its measurements, refusals, an interrupt, wrong options."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

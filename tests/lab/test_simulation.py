@@ -1,7 +1,5 @@
 """The engine in virtual time: exact clocks, one text for every policy, no losses, a queue known from textbooks."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

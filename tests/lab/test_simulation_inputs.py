@@ -1,7 +1,5 @@
 """Inputs of a simulation: traces, machines and pairs, the acceptance process; and the command around them."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

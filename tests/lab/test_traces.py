@@ -1,7 +1,5 @@
 """Request traces: read from files, scaled, given other arrivals and lengths."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

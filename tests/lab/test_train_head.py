@@ -1,7 +1,5 @@
 """Training a draft head: the target's dialogues, chains in training, and the checkpoint that engines load."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import shutil

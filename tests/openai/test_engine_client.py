@@ -1,7 +1,5 @@
 """The OpenAI server beside engines that load, are replaced, or take nothing more."""
 
-from __future__ import annotations
-
 import asyncio
 import signal
 import socket

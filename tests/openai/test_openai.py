@@ -1,7 +1,5 @@
 """The OpenAI-compatible server as its users see it: the official client against `faser serve --openai-port`."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Hostile clients of the OpenAI server get errors, and other clients are not affected."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

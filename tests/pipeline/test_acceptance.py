@@ -1,7 +1,5 @@
 """Acceptance against slow references that follow the rule row by row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

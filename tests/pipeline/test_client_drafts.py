@@ -1,7 +1,5 @@
 """Drafts that clients bring along: tokens are those of plain decoding whatever they guess; right guesses save steps."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

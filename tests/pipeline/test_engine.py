@@ -3,8 +3,6 @@
 The central property: tokens do not depend on speculation, batching, chunking, reuse or preemption.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

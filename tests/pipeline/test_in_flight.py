@@ -1,7 +1,5 @@
 """Chains in flight as values: taken out, joined, merged and discarded without touching each other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

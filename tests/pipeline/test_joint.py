@@ -1,7 +1,5 @@
 """Drafting by look-ups and a draft model: tokens of plain decoding, and the value of either source."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Prompts that share the call of a verification: who may, what is counted, and that no token depends on it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

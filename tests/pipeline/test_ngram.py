@@ -1,7 +1,5 @@
 """Drafting by n-grams: what is proposed, against a search of the whole text; and that tokens do not depend on it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """N-grams in place of a draft model: engine directories, options, costs, and tokens that stay those of the target."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Logits and counters that requests ask for: the rows of plain decoding, each once, and nothing where nobody asks."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The real engine and lanes, and runners on their shares, over streams that only r
 decisions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

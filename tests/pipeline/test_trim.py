@@ -1,7 +1,5 @@
 """Confidence trimming against brute force and its definitions; and which of its choices look ahead."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A request whose logits hold NaN or infinity fails alone, at the token at which it would fail by plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

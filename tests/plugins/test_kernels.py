@@ -1,7 +1,5 @@
 """GPU kernels: numerics in the interpreter (in separate processes), launchers without a GPU, and tile sizes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

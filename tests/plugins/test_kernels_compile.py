@@ -1,7 +1,5 @@
 """Every kernel compiles to a cubin for three architectures within their limits, without a GPU."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

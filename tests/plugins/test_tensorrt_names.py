@@ -4,8 +4,6 @@ TensorRT-RTX is installed where tests run. Full TensorRT's bindings are checked 
 packages of 10.16 and 11.4 can without its libraries, over ones that hold the functions asked for and nothing else.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 A recording fake registers it, as full TensorRT cannot be installed here.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import asdict, replace
 from inspect import signature

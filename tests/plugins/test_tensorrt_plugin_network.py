@@ -4,8 +4,6 @@ ONNX's reference evaluator runs it with fake ops; a dense run of the model is th
 that of full TensorRT up to the plugin's creation.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

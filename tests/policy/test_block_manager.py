@@ -1,7 +1,5 @@
 """Block bookkeeping under random operations, and reuse of shared prefixes."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

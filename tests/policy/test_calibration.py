@@ -1,7 +1,5 @@
 """Calibration: chances by margin, and that what is fitted to is what an engine did."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The cost model: what it promises whatever the coefficients are, and that the fit finds them again."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Early exit: what is pruned, that later tokens have no say in it, that tokens stay the same, and when it pays."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

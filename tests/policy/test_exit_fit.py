@@ -1,7 +1,5 @@
 """Fits to recorded chains: an exit's weights, its threshold, and the shares that it ends and keeps."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

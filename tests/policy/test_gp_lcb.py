@@ -3,8 +3,6 @@
 Regret is time per token beside that of the best static length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

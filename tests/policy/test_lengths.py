@@ -1,7 +1,5 @@
 """Speculative lengths as pure decisions: what a policy chooses for a batch that it is shown."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

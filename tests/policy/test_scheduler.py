@@ -1,7 +1,5 @@
 """The scheduler's decisions as data: order, budgets, admission and preemption."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Who drafts and who is verified in overlapped steps: balance, order, starvation, and blocks that run short."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The controller in virtual time: what it reaches in worlds that differ from what it was told, and how it predicts."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

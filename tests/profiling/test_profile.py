@@ -1,7 +1,5 @@
 """`faser profile` on a tiny engine: what it stores, what a server reads back, and what it refuses."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Calls that `faser profile` measures, and on which cores."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`faser profile` on an engine of runtime torch: other devices are measured, identified and read back as CPUs are."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 from importlib.metadata import version

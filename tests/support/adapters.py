@@ -1,7 +1,5 @@
 """Random LoRA adapters in PEFT's layout, and checkpoints with one merged into their weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

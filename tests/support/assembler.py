@@ -1,7 +1,5 @@
 """Assembles compiled kernels with the compiler's ptxas, which reports the registers that they need."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

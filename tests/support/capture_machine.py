@@ -9,8 +9,6 @@
 Breaches that a GPU would answer with wrong numbers, not with an error, are in `broken`.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

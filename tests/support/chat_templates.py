@@ -1,7 +1,5 @@
 """Chat templates like those of public checkpoints, and conversations to render with them."""
 
-from __future__ import annotations
-
 # Like Qwen's: a default system message, whitespace control, an optional header of the answer.
 CHATML = """\
 {%- if messages[0].role != 'system' %}

@@ -1,7 +1,5 @@
 """docs/cli.md, typer's reference of the `faser` command: `python -m tests.support.cli_page` writes it."""
 
-from __future__ import annotations
-
 import html
 import re
 import subprocess

@@ -3,8 +3,6 @@
 They read tensors as strictly as TensorRT-LLM's own scripts: by rank, position and type. Nothing is reshaped.
 """
 
-from __future__ import annotations
-
 import json
 import queue
 import time

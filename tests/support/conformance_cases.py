@@ -3,8 +3,6 @@
 `python -m tests.support.conformance_cases` writes the tables between their marks.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """References for the CPU's products: stored matrices read back, and the error that products may have."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from faser_backend.cpu.kernels.layouts import LANES, LAYOUTS, num_blocks

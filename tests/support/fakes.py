@@ -5,8 +5,6 @@ last `memory` tokens before it, read back through the block table in every segme
 a missed truncation, however deep, changes the logits, and with them the tokens.
 """
 
-from __future__ import annotations
-
 import threading
 import zlib
 from collections.abc import Callable

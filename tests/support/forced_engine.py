@@ -1,7 +1,5 @@
 """Engines under forced decisions on every kind of lane, which check chains in flight and K/V."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

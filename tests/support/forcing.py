@@ -3,8 +3,6 @@
 Exactness must not depend on decisions, so these force every mode, length, trim rule and pruner.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Calls are padded as a GPU runner pads them: more rows, sequences, rows per sequence and blocks than a batch has.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path

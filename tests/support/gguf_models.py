@@ -1,7 +1,5 @@
 """GGUF files of small random models, in llama.cpp's format, and the weights that they encode."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Parts that misbehave, for tests of the harness of scripts/gpu_check.py; quick to import."""
 
-from __future__ import annotations
-
 import os
 import time
 

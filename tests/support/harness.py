@@ -1,7 +1,5 @@
 """Builds an engine on fake runners and drives it with arrivals, cancellations and checks; makes records of steps."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

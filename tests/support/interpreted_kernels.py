@@ -5,8 +5,6 @@ A kernel is interpreted or not from its definition on, so the files interpreted_
 test_kernels.py starts with TRITON_INTERPRET=1.
 """
 
-from __future__ import annotations
-
 import mmap
 
 import numpy as np

@@ -3,8 +3,6 @@
 test_kernels.py starts this file, as interpreted_kernels.py.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

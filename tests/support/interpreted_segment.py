@@ -3,8 +3,6 @@
 test_kernels.py starts this file, as interpreted_kernels.py.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

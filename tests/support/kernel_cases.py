@@ -1,7 +1,5 @@
 """The check that every implementation of an attention call must pass, and small tiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -3,8 +3,6 @@
 `python -m tests.support.openai_cases` writes the table of docs/openai.md; test_openai.py sends every row.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

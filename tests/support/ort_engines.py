@@ -4,8 +4,6 @@ An engine cannot be loaded without a GPU. To test the code around it (profiles, 
 these contexts read inputs from the addresses that were set, run the segment's graph, and write results to addresses.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 from dataclasses import replace

@@ -4,8 +4,6 @@ Runs in its own process: the bindings of TensorRT-RTX have full TensorRT's parse
 plugin to a network. Usage: ONNX_FILE
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Finds and ends processes that tests started."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

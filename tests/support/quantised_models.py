@@ -1,7 +1,5 @@
 """Quantised checkpoints of small random models, packed as their formats were published, and the weights they encode."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Builds that are refused, and edits of the files that they read."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

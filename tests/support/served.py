@@ -1,7 +1,5 @@
 """A running `faser serve` on free loopback ports, for the duration of a test."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The draft equals the target, so nearly every drafted token is accepted and answers arrive in bursts.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

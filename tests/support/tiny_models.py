@@ -1,7 +1,5 @@
 """Small random checkpoints of every model family, and the logits that transformers computes for them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

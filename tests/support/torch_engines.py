@@ -1,7 +1,5 @@
 """Engines of runtime "torch" and their runners on torch's CPU device, where kernels run as their references."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,7 +1,5 @@
 """Writes a transformers model as a TensorRT-LLM unified checkpoint, sharded over ranks as its converters do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Streamed text: joined deltas equal the whole text, for any tokens and any split into outputs."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

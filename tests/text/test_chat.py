@@ -1,7 +1,5 @@
 """Conversations: rendered and tokenised as in transformers; harmful templates fail alone."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """AutoTokenizer on shipped models and engine directories reads text like the server and runs no code."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

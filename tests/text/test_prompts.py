@@ -1,7 +1,5 @@
 """The prompt files of a build, directories without them, and `faser generate --chat`."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

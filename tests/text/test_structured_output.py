@@ -1,7 +1,5 @@
 """Grammars: answers follow them and equal plain decoding with the same grammar, for every way of drafting."""
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -3,8 +3,6 @@
 The server is started here as in NVIDIA's container, without `faser serve`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import string

@@ -1,7 +1,5 @@
 """Limits on texts: bytes and words are counted before anything is tokenised; a long text delays no other request."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace

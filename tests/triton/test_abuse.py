@@ -1,7 +1,5 @@
 """Runs short soaks, fuzzing and kills on the demo pair, and controls that each of them must detect."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Access to Triton's ports and its administration, mostly without a server; test_server.py asks one with models."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """LoRA adapters of a server: by name over OpenAI's API, by id over Triton, and others after a reload."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

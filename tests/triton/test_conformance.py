@@ -1,7 +1,5 @@
 """Conformance with TensorRT-LLM's behaviour, as its clients read it: each behaviour, read as strictly as they do."""
 
-from __future__ import annotations
-
 import json
 import re
 import urllib.request

@@ -1,7 +1,5 @@
 """Metrics that dashboards and TensorRT-LLM's own tests read."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

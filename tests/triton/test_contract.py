@@ -1,7 +1,5 @@
 """Parsing of requests' tensors without a server: every input name and every refusal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Starts and ends of a server: failed starts, drains that wait for answers, processes that die."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

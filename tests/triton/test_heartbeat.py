@@ -1,7 +1,5 @@
 """Detection of hung processes, leftovers of killed servers and repeated starts, without Triton."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 So does the container in deploy/docker.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

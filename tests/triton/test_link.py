@@ -1,7 +1,5 @@
 """The engine's link: values that cross it come out equal, and invalid ones are refused with one error."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Names and defaults of the llmapi contract, without a server."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Malformed checkpoints are refused with one line that names file or field and value."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 One server for all of it; its drain comes last.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import threading

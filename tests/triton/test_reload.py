@@ -1,7 +1,5 @@
 """Requests of `faser reload` to a fake server, and refusals without one; test_operating.py reloads a real server."""
 
-from __future__ import annotations
-
 import copy
 import json
 from http.server import BaseHTTPRequestHandler, HTTPServer

@@ -1,7 +1,5 @@
 """Tensors of unary and streamed replies and of the two converters, without a server."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

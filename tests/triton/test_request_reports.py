@@ -1,7 +1,5 @@
 """Spans and log lines of made-up requests; test_operating.py checks those of a real server."""
 
-from __future__ import annotations
-
 import json
 import logging
 import subprocess

@@ -1,7 +1,5 @@
 """End to end with the real Triton server: every model, streams, cancellation, refusals, metrics."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

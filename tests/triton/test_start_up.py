@@ -1,7 +1,5 @@
 """A start verifies weights once or by time stamp, says how far it is, and has time for a model of 64 GB."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

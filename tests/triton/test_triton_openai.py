@@ -4,8 +4,6 @@ It runs inside NVIDIA's container, over Triton's in-process API. Here its reques
 that it makes of a body, and answers are read as it reads them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple

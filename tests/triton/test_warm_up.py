@@ -1,7 +1,5 @@
 """A warm-up runs every batch size and leaves no requests, metrics or observations behind."""
 
-from __future__ import annotations
-
 import pytest
 
 from faser_backend.core.errors import FaserError
