@@ -40,12 +40,7 @@ def test_sampling_parameters_arrive():
 
 @pytest.mark.parametrize(
     ("tensors", "temperature"),
-    [
-        ({"temperature": 0.5}, 0.5),
-        ({"temperature": 0.5, "top_p": 0.0}, 0.0),
-        ({"top_p": 1.0}, 1.0),
-        ({}, 0.0),
-    ],
+    [({"temperature": 0.5}, 0.5), ({"temperature": 0.5, "top_p": 0.0}, 0.0), ({"top_p": 1.0}, 1.0), ({}, 0.0)],
 )
 def test_a_temperature_alone_samples(tensors, temperature):
     given = {f"sampling_param_{name}": np.array([value], np.float32) for name, value in tensors.items()}
