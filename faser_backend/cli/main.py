@@ -18,8 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from faser_backend.cli.build import build
-from faser_backend.cli.chat import chat
-from faser_backend.cli.generate import generate
+from faser_backend.cli.generate import chat, generate
 from faser_backend.cli.options import DoctorOptions, PanelCommand, ProfileOptions, takes
 from faser_backend.cli.serve import openai, reload, serve
 from faser_backend.core.config import EngineConfig
