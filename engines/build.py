@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from faser_backend import files
 from faser_backend.core.model import COMPUTES, ONE_PART, TWO_PARTS, WEIGHT_FORMATS, ModelSpec, WeightFormat
 from faser_backend.engines.checkpoint import CheckpointError
+from faser_backend.engines.dflash import BlockDrafter
 from faser_backend.engines.pairs import open_pair
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.engines.tokenizer_files import write_tokenizer
@@ -111,6 +112,8 @@ def build_engines(
     for name, spec in specs.items():
         if spec.num_experts and not RUNTIMES[runtime].has_experts:
             raise CheckpointError(f"runtime = {runtime!r}: does not support experts ({name}: {spec.family})")
+        if spec.block_size and RUNTIMES[runtime].tensorrt is not None:
+            raise CheckpointError(f"runtime = {runtime!r}: does not support block drafters ({name}: {spec.family})")
     _check_exit_layers(exit_layers, specs["target"], has_draft=draft is not None)
     cuts = {side: (*(exit_layers if side == "target" else ()), spec.num_layers) for side, spec in specs.items()}
     _check_room(output, sum(_num_bytes(pair.weights[side], form, dtype) for side, form in formats.items()))
@@ -119,9 +122,12 @@ def build_engines(
     with _partial_directory(output) as partial:
         models: dict[str, ModelEngine] = {}
         for side, spec in specs.items():  # the target first: a head may share its embedding
-            if side == "draft" and pair.head is not None:
-                head = replace(pair.head, spec=spec)
-                models[side] = builder.write_head(head, pair.weights, models["target"], partial)
+            head = pair.head if side == "draft" else None
+            if isinstance(head, BlockDrafter):
+                assert isinstance(builder, WeightsBuilder), "TensorRT has been refused"
+                models[side] = builder.write_drafter(spec, pair.weights[side], models["target"], partial)
+            elif head is not None:
+                models[side] = builder.write_head(replace(head, spec=spec), pair.weights, models["target"], partial)
             else:
                 models[side] = builder.write_model(side, spec, pair.weights[side], cuts[side], partial)
         steps.begin("tokenizer and manifest")

@@ -160,10 +160,7 @@ class PluginAttention(AttentionBody):
                 self.graph.output(f"{name}_pool_out.{layer}", self.pool_shape, self.graph.dtype)
 
 
-BODIES: dict[str, type[AttentionBody]] = {
-    "tensorrt_rtx": GatheredAttention,
-    "tensorrt": PluginAttention,
-}
+BODIES: dict[str, type[AttentionBody]] = {"tensorrt_rtx": GatheredAttention, "tensorrt": PluginAttention}
 
 
 EXCLUDED = np.array([[-np.inf]], np.float32)

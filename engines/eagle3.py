@@ -92,14 +92,21 @@ def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
     """Returns the target layers whose inputs the head reads. eagle_config lists the layers before these."""
     section = fields.section("eagle_config")
     section.must_be("use_aux_hidden_state", True)
-    layers, last = section.values.get(LAYERS_FIELD), target.num_layers - 2
+    layers = section.values.get(LAYERS_FIELD)
     if layers is None:
         layers = [1, target.num_layers // 2 - 1, target.num_layers - 4]
-    is_rising = isinstance(layers, list) and len(layers) == NUM_FEATURES
-    is_rising = is_rising and all(type(layer) is int for layer in layers) and layers == sorted(set(layers))
+    return inputs_after(fields, f"eagle_config.{LAYERS_FIELD}", layers, target, NUM_FEATURES)
+
+
+def inputs_after(
+    fields: ConfigFields, name: str, layers: Any, target: ModelSpec, count: int | None = None
+) -> tuple[int, ...]:
+    """Returns the target layers behind those that a field lists, whose inputs a draft reads. count: None is any."""
+    last = target.num_layers - 2
+    is_rising = isinstance(layers, list) and all(type(layer) is int for layer in layers)
+    is_rising = is_rising and layers == sorted(set(layers)) and len(layers) == (count or max(len(layers), 1))
     if not is_rising or layers[0] < 0 or layers[-1] > last:
-        reason = f"must be {NUM_FEATURES} ascending layers of the target in [0, {last}]"
-        raise fields.error(f"eagle_config.{LAYERS_FIELD}", layers, reason)
+        raise fields.error(name, layers, f"must be {count or 'some'} ascending layers of the target in [0, {last}]")
     return tuple(layer + 1 for layer in layers)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, read_json
+from faser_backend.engines.dflash import BlockDrafter, is_dflash, read_drafter
 from faser_backend.engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
@@ -22,7 +23,7 @@ from faser_backend.engines.quantised_checkpoint import SECTION, QuantisedCheckpo
 from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.tensorrt_llm_checkpoint import TensorRTLLMCheckpoint
 from faser_backend.engines.tokenizer_files import Prompts, TokenizerFile, read_end_ids, read_prompts, read_tokenizer
-from faser_backend.engines.weights import ModelWeights
+from faser_backend.engines.weights import ModelWeights, WeightSource, weight_sources
 
 SIDES = ("target", "draft")
 
@@ -36,7 +37,7 @@ class CheckpointPair:
     tokenizer: TokenizerFile  # the target's, like all that follows
     prompts: Prompts
     end_ids: tuple[int, ...]
-    head: Eagle3Head | None = None  # set if the draft is an EAGLE-3 head
+    head: Eagle3Head | BlockDrafter | None = None  # set if the draft reads the target's hidden states
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -82,12 +83,17 @@ def open_pair(
     Raises CheckpointError naming file or field and value.
     """
     checkpoints, head = {"target": open_checkpoint(target)}, None
+    if any(reads(checkpoints["target"].fields.values) for reads in (is_eagle3, is_dflash)):
+        raise CheckpointError(f"{target}: drafts for a target: name that one, and this one as its draft")
     specs = {"target": read_spec(checkpoints["target"].fields)}
     if draft is not None:
         checkpoint = checkpoints["draft"] = open_checkpoint(draft)
         if is_eagle3(checkpoint.fields.values):
             assert isinstance(checkpoint, HuggingFaceCheckpoint), "no other layout can describe a head"
             head = read_head(checkpoint, specs["target"])
+        elif is_dflash(checkpoint.fields.values):
+            assert isinstance(checkpoint, HuggingFaceCheckpoint), "no other layout can describe a block drafter"
+            head = read_drafter(checkpoint, specs["target"])
         specs["draft"] = read_spec(checkpoint.fields) if head is None else head.spec
     tokenizers = {
         side: read_tokenizer(checkpoint.tokenizer_path)
@@ -97,17 +103,23 @@ def open_pair(
     specs = match_specs(specs, tokenizers, max_context)
     prompts = read_prompts(tokenizers["target"])
     end_ids = read_end_ids(checkpoints["target"], specs["target"].vocab_size) or prompts.end_ids
+    sources: dict[str, dict[str, WeightSource]] = {}
     if head is not None:
         specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
+        sources["draft"] = head.sources
         if "embedding" in head.sources:
             head.sources["embedding"] = replace(head.sources["embedding"], num_rows=specs["draft"].vocab_size)
+        if specs["draft"].block_size:  # the mask may be a row behind those of tokens
+            num_rows = max(specs["target"].vocab_size, specs["draft"].mask_id + 1)
+            sources["target"] = weight_sources(specs["target"], joins_experts=joins_experts)
+            sources["target"]["embedding"] = replace(sources["target"]["embedding"], num_rows=num_rows)
     weights = {
         side: ModelWeights(
             checkpoint,
             specs[side],
             lambda name, side=side: on_read(f"{side}: {name}"),
             joins_experts=joins_experts,
-            sources=head.sources if head is not None and side == "draft" else None,
+            sources=sources.get(side),
             others=TOKEN_MAPS if head is not None and side == "draft" else (),
         )
         for side, checkpoint in checkpoints.items()

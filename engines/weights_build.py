@@ -160,6 +160,15 @@ class WeightsBuilder:
         segments = _head_segments(head.spec, target.spec, file, FLOAT_TYPES[self._dtype])
         return ModelEngine(head.spec, file, segments, self._formats["draft"])
 
+    def write_drafter(
+        self, spec: ModelSpec, weights: ModelWeights, target: ModelEngine, directory: Path
+    ) -> ModelEngine:
+        """Writes draft.safetensors of a block drafter, without the ends of the model, which are the target's."""
+        self._begin("draft: DFlash drafter")
+        file = self._write("draft", weights, directory)
+        segments = _block_segments(spec, target.spec, file, FLOAT_TYPES[self._dtype])
+        return ModelEngine(spec, file, segments, self._formats["draft"])
+
     def _write(self, name: str, weights: ModelWeights, directory: Path, *more: NewTensor) -> FileSpec:
         """Writes one tensor after the other, so that only one matrix is in memory."""
         path = directory / f"{name}.safetensors"
@@ -299,6 +308,16 @@ def _head_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: st
     return (
         SegmentSpec(file, 0, 0, (slots, _features(target, dtype)), (joined,)),
         SegmentSpec(file, 0, 1, (*inputs, hidden), (*outputs, made)),
+    )
+
+
+def _block_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: str) -> tuple[SegmentSpec, ...]:
+    """Returns a block drafter's two segments: one makes keys and values of hidden states, one runs blocks."""
+    inputs, outputs = _segment_tensors(spec, 0, spec.num_layers, dtype)
+    places = tuple(each for each in inputs if each.name in ("positions", "slot_mapping") or "_pool." in each.name)
+    return (
+        SegmentSpec(file, 0, 0, (*places, _features(target, dtype)), ()),
+        SegmentSpec(file, 0, spec.num_layers, inputs, outputs),
     )
 
 

@@ -95,16 +95,16 @@ def attend_context(
 
 @triton.jit
 def attend_chunk(
-    query, k_rows, v_rows, k_stride, v_stride, row, end, row_max, row_sum, mixed, dims,
+    query, k_rows, v_rows, k_stride, v_stride, last_seen, end, row_max, row_sum, mixed, dims,
     HEAD_DIM: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Attends to rows [0, end) of the chunk, each row up to itself. The pool is not read: others may be writing it."""
+    """Attends to rows [0, end) of the chunk up to last_seen [BLOCK_M]. The pool is not read: others may write it."""
     for start in range(0, end, BLOCK_C):
         column = start + tl.arange(0, BLOCK_C)
         is_value = (column < end)[:, None] & (dims < HEAD_DIM)
         keys = tl.load(k_rows + column.to(tl.int64)[:, None] * k_stride + dims, mask=is_value, other=0.0)
         values = tl.load(v_rows + column.to(tl.int64)[:, None] * v_stride + dims, mask=is_value, other=0.0)
-        visible = (column[None, :] <= row[:, None]) & (column < end)[None, :]
+        visible = (column[None, :] <= last_seen[:, None]) & (column < end)[None, :]
         row_max, row_sum, mixed = attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2)
     return row_max, row_sum, mixed
 

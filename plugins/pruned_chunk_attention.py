@@ -58,6 +58,7 @@ def pruned_chunk_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # sequences whose lengths are read together
+    IS_CAUSAL: tl.constexpr,  # else a row sees all rows of its chunk
 ):
     """Grid: (any number, Hkv). The programs of a KV head take its items in turn; a last part includes the chunk."""
     ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of an item
@@ -94,10 +95,14 @@ def pruned_chunk_attention_kernel(
         )  # fmt: skip
         if part == num_parts - 1:
             tile_end = tl.minimum(own_rows, tile_start + ROWS)
+            if IS_CAUSAL:
+                last_seen, chunk_end = row, tile_end
+            else:
+                last_seen, chunk_end = tl.zeros_like(row) + own_rows, own_rows
             k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
             v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
             row_max, row_sum, mixed = attend_chunk(
-                query, k_rows, v_rows, k_stride, v_stride, row, tile_end, row_max, row_sum, mixed, dims,
+                query, k_rows, v_rows, k_stride, v_stride, last_seen, chunk_end, row_max, row_sum, mixed, dims,
                 HEAD_DIM, SCALE_LOG2, BLOCK_C,
             )  # fmt: skip
             # A row has one tile and a KV head its own items, so each position has one writer. No program of
@@ -138,6 +143,7 @@ def pruned_chunk_attention(
     min_part_tokens: int = 0,
     num_sms: int = 1 << 20,
     table_width: torch.Tensor | None = None,
+    is_causal: bool = True,
 ) -> None:
     """Queues the call on the current stream; writes `out` and the pools in place.
 
@@ -146,6 +152,7 @@ def pruned_chunk_attention(
     fixes it, T, B and num_splits. num_splits: the largest number of parts of a context. min_part_tokens: the fewest
     tokens of a part. num_sms: the SMs of the current stream's share, which bound the programs.
     table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
+    is_causal: otherwise a row sees all rows of its chunk, as in a drafted block, not only those up to itself.
     Positions in slot_mapping are at or above their sequence's context_lens, and distinct.
     Raises ValueError if shapes or types do not match.
     """
@@ -157,7 +164,7 @@ def pruned_chunk_attention(
     if max_rows < 1 or not 1 <= num_splits <= MAX_SPLITS:
         raise ValueError(f"max_rows = {max_rows}: at least 1; num_splits = {num_splits}: must be 1 to {MAX_SPLITS}")
     if not runs_kernel(pruned_chunk_attention_kernel, q):
-        reference.pruned_chunk_attention(*tensors, out, table_width)
+        reference.pruned_chunk_attention(*tensors, out, table_width, is_causal=is_causal)
         return
     group = q.shape[1] // num_kv_heads
     config = launch_config(q.element_size(), head_dim, group, max_rows, compute_capability(q))
@@ -180,6 +187,7 @@ def pruned_chunk_attention(
         *(parts or (None, None)),
         **config.constants(num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, kv_block_size=kv_block_size),
         BLOCK_B=32 if context_lens.shape[0] <= 32 else 512,  # 32 need no barrier; few sizes, as each is compiled
+        IS_CAUSAL=is_causal,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

@@ -14,8 +14,9 @@ from torch.nn import functional
 
 def pruned_chunk_attention(
     q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, out, table_width=None,
+    *, is_causal=True,
 ) -> None:  # fmt: skip
-    """Lets row r of a sequence attend to its context in the pool, and to the rows of its chunk up to r."""
+    """Lets row r of a sequence attend to its context in the pool, and to the rows of its chunk up to r, or all."""
     if table_width is not None:  # rows of the table lie without gaps
         num_sequences, width = context_lens.shape[0], int(table_width)
         block_table = block_table.flatten()[: num_sequences * width].view(num_sequences, width)
@@ -29,8 +30,10 @@ def pruned_chunk_attention(
         values = torch.cat([v_pool[:, block, offset], v_new[chunk].transpose(0, 1)], 1).float()
         queries = q[chunk].float().unflatten(1, (keys.shape[0], -1))  # [rows, Hkv, G, hd]
         scores = torch.einsum("rkgd,ksd->rkgs", queries, keys) * q.shape[2] ** -0.5
-        hidden = torch.ones(num_rows, context + num_rows, dtype=torch.bool, device=q.device).triu(context + 1)
-        weights = scores.masked_fill(hidden[:, None, None], float("-inf")).softmax(-1)
+        if is_causal:
+            hidden = torch.ones(num_rows, context + num_rows, dtype=torch.bool, device=q.device).triu(context + 1)
+            scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
+        weights = scores.softmax(-1)
         out[chunk] = torch.einsum("rkgs,ksd->rkgd", weights, values).flatten(1, 2).to(out.dtype)
     write_kv(k_new, v_new, slot_mapping[: int(cu_rows[-1])], k_pool, v_pool)
 

@@ -142,6 +142,7 @@ def attend_splits_kernel(
         NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
         num_blocks, num_columns, num_sequences, num_rows, num_splits, MIN_PART_TOKENS, None, mixed_parts, stat_parts,
         HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_C, BLOCK_D, NUM_KV_HEADS, MOST_PARTS, 32,
+        True,
     )  # fmt: skip
 
 

@@ -34,7 +34,9 @@ class BuildOptions(OptionTable):
 
     target: Path = option(..., TARGET)
     output: Path = option(..., OUTPUT)
-    draft: str = option(NGRAM, "Draft with this checkpoint or EAGLE-3 head, or ngram.", values="path|ngram")
+    draft: str = option(
+        NGRAM, "Draft with this checkpoint, EAGLE-3 head or DFlash drafter, or ngram.", values="path|ngram"
+    )
     runtime: str = option(DEFAULT_RUNTIME, "Choose the runtime; llvm is for CPUs.", values="|".join(RUNTIMES))
     exit_layers: str = option("", "Allow early exits after these target layers, as 2,4.")
     max_context: int | None = option(None, MAX_CONTEXT, unset="the models'; TensorRT: 4096")
@@ -54,11 +56,7 @@ class BuildOptions(OptionTable):
         unset="the draft checkpoint's",
     )
     compute: str | None = option(
-        None,
-        "Multiply inputs as one or two bfloat16 numbers, on CPUs.",
-        STORAGE,
-        values="bf16|bf16x2",
-        unset="bf16",
+        None, "Multiply inputs as one or two bfloat16 numbers, on CPUs.", STORAGE, values="bf16|bf16x2", unset="bf16"
     )
     kv_block_size: int = option(16, "Put this many tokens into a KV block.", STORAGE)
     kv_cache_dtype: str | None = option(

@@ -233,10 +233,7 @@ def chat(*, run: RunOptions, serving: ServingOptions, options: ChatOptions, engi
     params = SamplingParams(**options.model_dump(exclude_unset=True, exclude={"system"}))
     check_params(params)
     limits = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1} | find_engine(run)
-    with (
-        shown_phases(in_pipes=False) as phases,
-        LLM(chat_template=serving.chat_template, **limits) as llm,
-    ):
+    with shown_phases(in_pipes=False) as phases, LLM(chat_template=serving.chat_template, **limits) as llm:
         phases.end()
         if not llm.has_chat_template:
             raise ConfigError(f"{llm.engine_dir}: {NO_TEMPLATE}")

@@ -20,19 +20,7 @@ from faser_backend.serving.parameters import ACCESS, ARGUMENTS, CONTRACT, OPENAI
 POLICIES = "none, fixed:K, goodput, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
 SAMPLING, STORAGE, TENSORRT = "Sampling", "Formats of weights and caches", "TensorRT"
 # In the order of help:
-SECTIONS = [
-    ARGUMENTS,
-    "Options",
-    SAMPLING,
-    SPECULATION,
-    CAPACITY,
-    STORAGE,
-    TENSORRT,
-    SERVER,
-    OPENAI,
-    ACCESS,
-    CONTRACT,
-]
+SECTIONS = [ARGUMENTS, "Options", SAMPLING, SPECULATION, CAPACITY, STORAGE, TENSORRT, SERVER, OPENAI, ACCESS, CONTRACT]
 
 # Options that several commands have.
 JSON = Option("Print JSON.", flags="--json")

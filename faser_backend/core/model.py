@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 ROPE_SCALINGS = ("linear", "llama3")
-EAGLE3 = "eagle3"  # the family of drafts that read hidden states of their target
+EAGLE3, DFLASH = "eagle3", "dflash"  # the families of drafts that read hidden states of their target
 
 # What is built and served at most: beyond, a field is damaged or meant to harm.
 MAX_LAYERS = 1024
@@ -21,6 +21,7 @@ MAX_HEADS = 1024
 MAX_VOCABULARY = 1 << 22
 MAX_CONTEXT = 1 << 22
 MAX_EXPERTS = 1024
+MAX_BLOCK = 64
 
 # Limits of numbers that a file describes; a manifest is checked against them when it is loaded.
 Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
@@ -85,13 +86,15 @@ class ModelSpec:
     num_experts_per_token: NumExperts = 0
     has_normalized_routing: bool = True  # the chosen experts' weights sum to 1
     feature_layers: tuple[int, ...] = ()  # layers whose inputs a draft head reads, rising
+    block_size: Annotated[int, Field(ge=0, le=MAX_BLOCK)] = 0  # rows of a block drafter's call, its anchor's included
+    mask_id: Annotated[int, Field(ge=0, le=MAX_VOCABULARY)] = 0  # read by the other rows: a row of the embedding
     padded_vocab_size: int = 0
     checkpoint_dtype: str = ""  # of the weights on disk, before they were converted to the engine's
 
     @property
     def reads_target(self) -> bool:
-        """Whether this is a draft head, which reads hidden states of its target."""
-        return self.family == EAGLE3
+        """Whether this is a draft that reads hidden states of its target."""
+        return self.family in (EAGLE3, DFLASH)
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:

@@ -71,6 +71,18 @@ class HeadRunner(ModelRunner, Protocol):
         ...
 
 
+class BlockRunner(ModelRunner, Protocol):
+    """A draft that guesses a block of tokens in one call, beside hidden states of its target (DFlash).
+
+    Segment 0 writes the draft's keys and values of positions that the target has run; its rows' tokens are not read,
+    and what it returns has no meaning. Segment 1 runs blocks: an anchor and masks, which see each other. A mask's
+    logits are those of the token at its own position.
+    """
+
+    block_size: int  # most rows of a block
+    mask_id: int
+
+
 NO_TOKEN = -1  # drawn from unusable logits; it equals no drafted token, so a verification ends with it
 
 
@@ -96,12 +108,7 @@ class Sampler(Protocol):
         ...
 
     def add(
-        self,
-        slot: int,
-        sampling: Sampling,
-        token_ids: np.ndarray,
-        num_prompt_tokens: int,
-        end_ids: tuple[int, ...],
+        self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
     ) -> None:
         """Starts a slot. token_ids [num_tokens]: prompt and, after a preemption, output so far."""
         ...
@@ -110,6 +117,10 @@ class Sampler(Protocol):
 
     def append(self, slot: int, tokens: list[int]) -> None:
         """Commits emitted tokens to the slot's rules."""
+        ...
+
+    def has_rules(self, slots: np.ndarray) -> bool:
+        """Returns whether a draw for any of these slots [A] depends on the tokens before it."""
         ...
 
     def forced(self, slot: int) -> list[int]:

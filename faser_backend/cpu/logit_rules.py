@@ -172,12 +172,7 @@ class LogitRules:
         self._all: tuple[dict[int, Any], ...] = (self._rules, self._bad_words, self._penalties, self._grammars)
 
     def add(
-        self,
-        slot: int,
-        sampling: Sampling,
-        token_ids: np.ndarray,
-        num_prompt_tokens: int,
-        end_ids: tuple[int, ...],
+        self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
     ) -> bool:
         """Starts a slot, with the arguments of core.ports.Sampler.add, and returns whether it has any rule.
 

@@ -1,6 +1,6 @@
-"""`LlvmRunner` runs a model, and `LlvmHeadRunner` an EAGLE-3 head, by the CPU's kernels over a KV pool.
+"""`LlvmRunner` runs a model by the CPU's kernels over a KV pool; draft_runners.py has those of drafts that read it.
 
-They implement core.ports.ModelRunner and HeadRunner. A call runs one compiled function (cpu/kernels/segment.py) on
+It implements core.ports.ModelRunner. A call runs one compiled function (cpu/kernels/segment.py) on
 each of its threads, which share the work; between calls the helper threads sleep. The weight file is mapped and read in
 place. The target's runner writes the hidden states that a head reads to its pool, by block and offset like keys and
 values.
@@ -19,12 +19,12 @@ import numpy as np
 from faser_backend.core.adapter import AdapterMatrices
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import TWO_PARTS, ModelSpec, rotary_tables
+from faser_backend.core.model import EAGLE3, TWO_PARTS, ModelSpec, rotary_tables
 from faser_backend.cpu.kernels import attention
 from faser_backend.cpu.kernels.adapters import StoredAdapter, adapter_arguments
 from faser_backend.cpu.kernels.attention import space_size, tile_rows
 from faser_backend.cpu.kernels.compilation import Kernel
-from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel, scratch_size
+from faser_backend.cpu.kernels.products import packed_size, scratch_size
 from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, SHARED_ROWS, segment_kernel
 from faser_backend.cpu.kernels.threads import barrier_state
 from faser_backend.cpu.kv_pool import KvPool, aligned_zeros
@@ -107,11 +107,11 @@ class LlvmRunner:
         *,
         num_threads: int | None = None,
         compute: str = TWO_PARTS,
-        embedding_owner: ModelEngine | None = None,
+        owner: ModelEngine | None = None,
     ) -> None:
         """num_threads: limits the cores used. compute: one of COMPUTES.
 
-        embedding_owner: provides the embedding if the model has none.
+        owner: provides the embedding if the model has none, and the head if it has none either.
 
         Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read.
         """
@@ -130,23 +130,25 @@ class LlvmRunner:
         self.max_logit_rows: int | None = None
         self.max_mixed_rows: int | None = None
         self._weights = open_weights(engine_dir / model.weights.name)
-        self._embedding_file = self._weights
+        self._embedding_file = self._head_file = self._weights
         layers_format, embedding_format, head_format = model.weight_format.formats
         if "embedding" not in self._weights:
-            assert embedding_owner is not None and embedding_owner.weights is not None, "the embedding is in no file"
-            self._embedding_file = open_weights(engine_dir / embedding_owner.weights.name)
-            embedding_format = embedding_owner.weight_format.formats[1]
+            assert owner is not None and owner.weights is not None, "the embedding is in no file"
+            self._embedding_file = open_weights(engine_dir / owner.weights.name)
+            embedding_format = owner.weight_format.formats[1]
+            if "lm_head" not in self._weights:
+                self._head_file, head_format = self._embedding_file, owner.weight_format.formats[2]
         self._segments = [segment_tables(spec, segment, self._weights) for segment in model.segments]
-        head = self._weights.offset("embedding" if spec.tie_word_embeddings else "lm_head")
+        head = self._head_file.offset("lm_head" if "lm_head" in self._head_file else "embedding")
         self._end_matrices = np.array([self._embedding_file.offset("embedding"), head], np.int64)
         last_norm = self._weights.vector("norm")
         assert last_norm is not None
         self._last_norm = last_norm.copy()  # kernels take writable arrays
         self._cos, self._sin = rotary_tables(spec)
         self._eps, self._scale = np.float32(spec.rms_eps), np.float32(spec.head_dim**-0.5)
-        kind = EAGLE3_HEAD if spec.reads_target else EXPERTS if spec.num_experts else DENSE
-        formats = (layers_format, embedding_format, head_format)
-        self._kernel = segment_kernel(spec.head_dim, readable_dtype(pool), formats, compute, kind)
+        kind = EAGLE3_HEAD if spec.family == EAGLE3 else EXPERTS if spec.num_experts else DENSE
+        self._formats = layers_format, embedding_format, head_format
+        self._kernel = segment_kernel(spec.head_dim, readable_dtype(pool), self._formats, compute, kind)
         self._most_inputs = max(spec.hidden_size, spec.intermediate_size, spec.num_heads * spec.head_dim)
         self._num_logits = spec.vocab_size  # of a row
         bits = np.uint16 if self.pool.storage.dtype == np.float16 else np.float32
@@ -214,9 +216,10 @@ class LlvmRunner:
             view("gathered", num_logits, spec.num_heads * spec.head_dim),
         )  # fmt: skip
         constants = (
-            self._storage, self._weights.data, tables.matrices, self._end_matrices, tables.vectors,
-            tables.vector_offsets, self._last_norm, self._cos, self._sin, attention_items(spec, counts, rows),
-            tables.sizes, *adapter_arguments(rows, view), self._eps, self._scale, candidates is not None,
+            self._storage, self._weights.data, self._embedding_file.data, self._head_file.data, tables.matrices,
+            self._end_matrices, tables.vectors, tables.vector_offsets, self._last_norm, self._cos, self._sin,
+            attention_items(spec, counts, rows), tables.sizes, *adapter_arguments(rows, view), self._eps, self._scale,
+            candidates is not None,
         )  # fmt: skip
         calls = [
             (
@@ -329,73 +332,3 @@ def blocks_and_offsets(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, 
     counts = rows.rows_per_sequence
     blocks, offsets = np.divmod(rows.positions, kv_block_size)
     return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets
-
-
-LAYER = 1  # segment of a head; segment 0 joins features
-
-
-class LlvmHeadRunner(LlvmRunner):
-    """Runs an EAGLE-3 head. Its pool shares `features` with the target's pool.
-
-    A head without an embedding reads its target's, from the target's file.
-    """
-
-    def __init__(
-        self,
-        model: ModelEngine,
-        engine_dir: Path,
-        partition: CorePartition,
-        pool: KvPool,
-        target: ModelEngine,
-        *,
-        num_threads: int | None = None,
-        compute: str = TWO_PARTS,
-    ) -> None:
-        options = {"num_threads": num_threads, "compute": compute}
-        super().__init__(model, engine_dir, partition, pool, **options, embedding_owner=target)
-        token_ids = self._weights.vector("token_ids", np.int64)
-        assert token_ids is not None, "a head names the ids of its logits"
-        is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut
-        self._token_ids, self._known = token_ids[is_known], np.flatnonzero(is_known)
-        self._is_whole = np.array_equal(token_ids, np.arange(self.vocab_size))
-        self._num_logits = token_ids.size
-        self._join = product_kernel(code_of(model.weight_format.name, compute))
-        num_features = len(target.spec.feature_layers) * target.spec.hidden_size
-        self._most_inputs = max(self._most_inputs, 2 * self.spec.hidden_size, num_features)
-
-    def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        """Segment 0 joins the features that lie at the rows' positions, [T, hidden_size]; segment 1 gives logits."""
-        if segment == LAYER:
-            assert hidden is not None
-            return self.run_layer(rows, hidden)[0]
-        blocks, offsets = blocks_and_offsets(rows, self.pool.kv_block_size)
-        features = np.concatenate([of_layer[blocks, offsets] for of_layer in self.pool.features.values()], axis=1)
-        joined = self._workspace.view("joined", rows.num_rows, self.spec.hidden_size)
-        num_packed, matrix = packed_size(features.shape[1], rows.num_rows), self._weights.offset("fc")
-        calls = [
-            (thread, self.num_threads, joined, features, own.view("packed", num_packed), self._weights.data, matrix,
-             self._strip(thread))
-            for thread, own in enumerate(self._own)
-        ]  # fmt: skip
-        self._on_all_threads(self._join, calls)
-        return joined
-
-    def run_layer(self, rows: RowBatch, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See core.ports.HeadRunner."""
-        results = self._run(LAYER, rows, hidden, None)
-        return self._over_all_ids(results.logits), results.hidden[: rows.logit_rows.size]
-
-    def _over_all_ids(self, logits: np.ndarray) -> np.ndarray:
-        """Expands logits [R, num_logits] to [R, vocab_size], with -inf at ids outside the head's vocabulary."""
-        if self._is_whole:
-            return logits
-        every = self._workspace.view("every_logit", logits.shape[0], self.vocab_size)
-        every.fill(-np.inf)
-        every[:, self._token_ids] = logits[:, self._known]
-        return every
-
-    def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
-        width = self.spec.hidden_size
-        embedded = self._workspace.view("embedded", num_rows, width)
-        both = self._view_of_rows(thread, num_rows)("both", num_rows, 2 * width)
-        return embedded, both, self._embedding_file.data

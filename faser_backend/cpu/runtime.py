@@ -76,12 +76,14 @@ class LlvmRuntime:
 
     def open_runner(self, model: ModelEngine, share: CorePartition, pool: KvPool) -> OpenRunner:
         # Not above: it loads numba, which other runtimes do not need.
-        from faser_backend.cpu.runner import LlvmHeadRunner, LlvmRunner
+        from faser_backend.cpu.draft_runners import LlvmBlockRunner, LlvmHeadRunner
+        from faser_backend.cpu.runner import LlvmRunner
 
         arguments = (model, self._engine_dir, share, pool)
         if model.spec.reads_target:
             target = self._models.target
-            return LlvmHeadRunner(*arguments, target, num_threads=self._num_threads, compute=self._compute)
+            kind = LlvmBlockRunner if model.spec.block_size else LlvmHeadRunner
+            return kind(*arguments, target, num_threads=self._num_threads, compute=self._compute)
         return LlvmRunner(*arguments, num_threads=self._num_threads, compute=self._compute)
 
     def open_lanes(self, draft: CorePartition, target: CorePartition) -> ThreadLanes:

@@ -94,12 +94,7 @@ class NumpySampler:
         self._num_special = 0
 
     def add(
-        self,
-        slot: int,
-        sampling: Sampling,
-        token_ids: np.ndarray,
-        num_prompt_tokens: int,
-        end_ids: tuple[int, ...],
+        self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
     ) -> None:
         """See core.ports.Sampler. The parameters are valid (Sampling.validate)."""
         if self.parameters.is_active[slot]:
@@ -120,6 +115,10 @@ class NumpySampler:
     def append(self, slot: int, tokens: list[int]) -> None:
         if self.parameters.has_rules[slot]:
             self._noting_failure(slot, None, self._rules.append, slot, tokens)
+
+    def has_rules(self, slots: np.ndarray) -> bool:
+        """See core.ports.Sampler."""
+        return bool(self.parameters.has_rules[slots].any())
 
     def forced(self, slot: int) -> list[int]:
         """See core.ports.Sampler."""

@@ -60,6 +60,10 @@ class WeightFile:
         """Returns a tensor's offset in bytes from the beginning of the file."""
         return self._spans[name][0]
 
+    def num_bytes(self, name: str) -> int:
+        first, last = self._spans[name]
+        return last - first
+
     def vector(self, name: str, dtype: type[np.generic] = np.float32) -> np.ndarray | None:
         """Returns a tensor with one axis, or None if the file has none of that name."""
         if name not in self._spans:
@@ -142,7 +146,7 @@ def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -
                 end += vector.size
         if layer in feature_layers:
             offsets[row, -1] = feature_layers.index(layer)
-    sizes = (segment.first_layer, segment.last_layer, spec.num_layers, spec.has_normalized_routing)
+    sizes = (segment.first_layer, segment.last_layer, spec.num_layers, spec.has_normalized_routing, spec.block_size > 0)
     return SegmentTables(segment, feature_layers, matrices, np.concatenate(vectors), offsets, np.array(sizes, np.int64))
 
 

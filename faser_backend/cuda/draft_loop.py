@@ -77,7 +77,7 @@ class TorchDraftLoop:
 
     def can_draft(self, slots: np.ndarray) -> bool:
         """See core.ports.DraftLoop. Rules need the host before each draw."""
-        return not self._sampler.parameters.has_rules[slots].any()
+        return not self._sampler.has_rules(slots)
 
     @on_share
     def draft(

@@ -91,7 +91,8 @@ def plan_memory(
     chunks = max(_temporaries(specs, largest, size)) if largest > MAX_GRAPH_ROWS else 0
     if compiled_bytes is not None:
         activations, chunks = compiled_bytes, 0
-    nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(specs[1:], max_num_seqs)
+    chained = [spec for spec in specs[1:] if not spec.block_size]
+    nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, max_num_seqs)
     nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, each used by a lane and the stepping thread
     sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
@@ -125,24 +126,28 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
 def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[int]:
     """Returns the bytes of temporaries of a call of each model.
 
-    A draft head also has its target's features of all rows, rows of twice its width, and logits by its own vocabulary.
+    A draft that reads its target also has the features of all rows, and rows of twice its width. A head has logits by
+    its own vocabulary.
     """
     found = [activation_bytes(spec, num_rows, size) for spec in specs]
     if specs[-1].reads_target:
         target, head = specs
         per_row = len(target.feature_layers) * target.hidden_size + 4 * head.hidden_size
-        found[-1] += num_rows * per_row * size + min(num_rows, MAX_GRAPH_ROWS) * head.vocab_size * 4
+        found[-1] += num_rows * per_row * size
+        found[-1] += 0 if head.block_size else min(num_rows, MAX_GRAPH_ROWS) * head.vocab_size * 4
     return found
 
 
 def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
     """Returns the bytes of inputs: block tables for the longest context, and hidden states between segments.
 
-    A head's segment that joins features reads no tables, and its layer also outputs hidden states.
+    A draft's segment that reads features reads no tables. A head's layer also outputs hidden states.
     """
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
-    num_tables, num_cuts = (1, 2) if model.spec.reads_target else (len(model.segments), len(model.segments) - 1)
+    num_tables, num_cuts = len(model.segments), len(model.segments) - 1
+    if model.spec.reads_target:
+        num_tables, num_cuts = 1, 0 if model.spec.block_size else 2
     cuts = num_cuts * model.spec.hidden_size * size * sum(ROW_COUNTS)
     return num_tables * sum(MENU) * per_row + cuts
 

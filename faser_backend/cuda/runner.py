@@ -1,8 +1,8 @@
-"""`CudaRunner` runs a model, and `CudaHeadRunner` an EAGLE-3 head, on one share of a GPU with a KV pool.
+"""Runners on one share of a GPU with a KV pool: `CudaRunner` of a model or block drafter, `CudaHeadRunner` of a head.
 
-They implement core.ports.ModelRunner and HeadRunner over programs (segment.py). A call is one asynchronous copy of its
-integers and one graph replay, both on the stream of the runner's share, on any thread. Nothing waits for the device. On
-a torch CPU device everything runs the same way without graphs.
+They implement core.ports.ModelRunner, HeadRunner and BlockRunner over programs (segment.py). A call is one asynchronous
+copy of its integers and one graph replay, both on the stream of the runner's share, on any thread. Nothing waits for
+the device. On a torch CPU device everything runs the same way without graphs.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class _Call:
         self.tensors = tensors
         self.launch = launch
         self.hidden = tensors.get("hidden")
-        self.result = tensors["logits" if "logits" in tensors else "hidden_out"]
+        # A block drafter's segment without layers has no result; any rows stand for it.
+        self.result = next(tensors[name] for name in ("logits", "hidden_out", "slot_mapping") if name in tensors)
         self.exit_scores = tensors.get("exit_scores")
 
 
@@ -80,6 +81,7 @@ class CudaRunner:
         self.num_layers = tuple(segment.last_layer - segment.first_layer for segment in model.segments)
         self.exits = frozenset(index for index, segment in enumerate(model.segments) if segment.has_exit_scores)
         self.vocab_size = model.spec.vocab_size
+        self.block_size, self.mask_id = model.spec.block_size, model.spec.mask_id  # of a block drafter
         # The number that each sequence of a full batch may have.
         self.max_logit_rows = None if limits is None else max(limits.num_logit_rows // limits.num_sequences, 1)
         self.capturer = capturer
@@ -239,7 +241,12 @@ class CudaRunner:
         return range(self.num_segments)
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Returns the bounds that distinguish one segment's calls: only the last of a compiled model has logits."""
+        """Returns the bounds that distinguish one segment's calls: only the last of a compiled model has logits.
+
+        A segment without layers computes every row alone.
+        """
+        if not self.num_layers[segment]:
+            return CallBounds(bounds.num_rows, 0, 0, 0, 0, 0)
         is_last = self.limits is None or segment == self.num_segments - 1
         return bounds if is_last else bounds._replace(num_logit_rows=0)
 
@@ -278,10 +285,6 @@ class CudaHeadRunner(CudaRunner):
         if kept.size and int(kept[-1]) - first + 1 == kept.size:
             return hidden[first : first + kept.size].clone()
         return super().take_rows(hidden, kept)
-
-    def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
-        """Drops all but the rows of JOIN, which computes every row alone."""
-        return CallBounds(bounds.num_rows, 0, 0, 0, 0, 0) if segment == JOIN else bounds
 
     @property
     def _decode_segments(self) -> Sequence[int]:

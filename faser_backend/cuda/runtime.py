@@ -22,7 +22,7 @@ from torch.nn import functional
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.core.model import ModelSpec
+from faser_backend.core.model import EAGLE3, ModelSpec
 from faser_backend.core.ports import Behind, DraftLoop, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
@@ -146,7 +146,7 @@ class CudaRuntime:
         programs = self._programs.open(model, split, share.size)
         capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
         limits = self._programs.limits(model, split)
-        kind = CudaHeadRunner if model.spec.reads_target else CudaRunner
+        kind = CudaHeadRunner if model.spec.family == EAGLE3 else CudaRunner
         own = share if isinstance(share, SmPartition) else None
         return kind(model, programs, pool, self.device, limits=limits, capturer=capturer, share=own)
 
@@ -160,7 +160,7 @@ class CudaRuntime:
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         assert isinstance(sampler, TorchSampler) and isinstance(runner, CudaRunner)
-        return TorchDraftLoop(runner, sampler)
+        return None if runner.block_size else TorchDraftLoop(runner, sampler)
 
     def is_fatal(self, error: BaseException) -> bool:
         """See Runtime."""

@@ -7,7 +7,8 @@ costs as much as a small model's products.
 
 An EAGLE-3 head has two programs: one joins the target's hidden states, the other is its layer. It differs from a
 decoder's layer in the input of queries, keys and values, [norm(embedding), norm(hidden)], and in the ids of its logits.
-On CPU tensors the kernels' references run, so all of this is tested without a GPU.
+A block drafter also has two: TorchContext makes keys and values of the target's hidden states, and TorchSegment runs
+blocks. On CPU tensors the kernels' references run, so all of this is tested without a GPU.
 """
 
 from __future__ import annotations
@@ -146,11 +147,15 @@ class SegmentCall:
             features.flatten(0, 1)[:, index].index_copy_(0, slots, hidden)
         return hidden, self.rotated(layer, normed)
 
-    def rotated(self, layer: int, normed: torch.Tensor) -> Rotated:
-        """Returns rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd], of normed [T, any]."""
-        num_heads, num_kv = self.model.num_heads, self.model.num_kv_heads
-        weights = self.weights.layers[layer]
-        qkv = product(normed, weights.qkv, weights.qkv_bias)
+    def rotated(self, layer: int, normed: torch.Tensor, *, has_queries: bool = True) -> Rotated:
+        """Returns rotated queries [T, H, hd] and keys [T, Hkv, hd], and values [T, Hkv, hd], of normed [T, any].
+
+        has_queries: otherwise they have no head.
+        """
+        num_heads, num_kv = self.model.num_heads * has_queries, self.model.num_kv_heads
+        weights, num_outputs = self.weights.layers[layer], (num_heads + 2 * num_kv) * self.model.head_dim
+        bias = None if weights.qkv_bias is None else weights.qkv_bias[-num_outputs:]
+        qkv = product(normed, weights.qkv[-num_outputs:], bias)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
         rotate_heads(
@@ -191,6 +196,7 @@ class SegmentCall:
             min_part_tokens=MIN_TOKENS_PER_SPLIT,
             num_sms=self.num_sms,
             table_width=tensors["table_width"],
+            is_causal=not self.model.block_size,  # rows of a drafted block see each other
         )
         return out.flatten(1)
 
@@ -219,6 +225,12 @@ def feature_slots(slot_mapping: torch.Tensor, features: torch.Tensor) -> torch.T
     return slot_mapping.remainder(features.shape[0] * features.shape[1]).long()
 
 
+def read_features(tensors: Tensors) -> torch.Tensor:
+    """Returns each row's hidden states of the target, side by side: [T, num_features * hidden_size of the target]."""
+    features = tensors[FEATURES]
+    return features.flatten(2).flatten(0, 1).index_select(0, feature_slots(tensors["slot_mapping"], features))
+
+
 def head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
     """Computes out [R, V] float32 = normed [R, d] @ head [V, d]^T, without rounding to the engine's dtype."""
     if normed.dtype == torch.float32:
@@ -240,19 +252,19 @@ class TorchPrograms:
     def of_directory(
         cls, engine_dir: Path, dtype: str, device: torch.device, target: ModelEngine | None = None
     ) -> TorchPrograms:
-        """dtype: the manifest's. target: provides the embedding of a head that has none."""
+        """dtype: the manifest's. target: provides the embedding of a draft that has none."""
 
         def load(model: ModelEngine) -> ModelTensors | HeadTensors:
             path = engine_dir / model.segments[0].file.name
             if model.spec.reads_target:
-                return load_head(path, model.spec, dtype, device, target_embedding)
+                return load_head(path, model.spec, dtype, device, target_weights)
             return load_weights(path, model.spec, dtype, device)
 
-        def target_embedding() -> torch.Tensor:
-            assert target is not None, "a head without an embedding has a target"
+        def target_weights() -> ModelTensors:
+            assert target is not None, "a draft without an embedding has a target"
             weights = programs.weights(target)
             assert isinstance(weights, ModelTensors)
-            return weights.embedding
+            return weights
 
         programs = cls(load)
         return programs
@@ -261,8 +273,11 @@ class TorchPrograms:
         weights = self.weights(model)
         if isinstance(weights, ModelTensors):
             return [TorchSegment(model.spec, segment, weights, num_sms) for segment in model.segments]
-        join, layer = model.segments
-        return [TorchJoin(join, weights), TorchHeadLayer(model.spec, layer, weights, num_sms)]
+        first, second = model.segments
+        if model.spec.block_size:
+            context = TorchContext(model.spec, first, weights, num_sms)
+            return [context, TorchSegment(model.spec, second, weights.decoder, num_sms)]
+        return [TorchJoin(first, weights), TorchHeadLayer(model.spec, second, weights, num_sms)]
 
     def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
         """Returns the weights of a model; the first call loads them."""
@@ -294,12 +309,31 @@ class TorchJoin:
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
-        features = tensors[FEATURES]
 
         def launch() -> None:
-            slots = feature_slots(tensors["slot_mapping"], features)
-            read = features.flatten(2).flatten(0, 1).index_select(0, slots)  # [T, num_features * hidden_size]
-            torch.mm(read, self._matrix.t(), out=tensors["hidden_out"])
+            torch.mm(read_features(tensors), self._matrix.t(), out=tensors["hidden_out"])
+
+        return launch
+
+
+class TorchContext(TorchSegment):
+    """Segment 0 of a block drafter: writes each row's keys and values of all layers, of the target's hidden states."""
+
+    packs_tables = False  # it reads no block tables
+
+    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
+        super().__init__(model, spec, weights.decoder, num_sms)
+        self._head = weights
+
+    def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
+        """See SegmentProgram. It takes any bounds."""
+        call = SegmentCall(self, tensors, bounds)
+
+        def launch() -> None:
+            joined = functional.linear(read_features(tensors), self._head.join)
+            _, normed = call.norm(joined, None, self._head.hidden_norm)
+            for layer in range(self.model.num_layers):
+                call.write_kv(layer, *call.rotated(layer, normed, has_queries=False))
 
         return launch
 
@@ -309,7 +343,7 @@ class TorchHeadLayer(TorchSegment):
 
     def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
         """num_sms: see TorchSegment."""
-        super().__init__(model, spec, weights.layer, num_sms)
+        super().__init__(model, spec, weights.decoder, num_sms)
         self.head = weights
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:

@@ -38,9 +38,9 @@ class LayerTensors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensors:
-    """A decoder's weights on a device. `head` is `embedding` itself if they are tied."""
+    """A decoder's weights on a device. `head` is a view of `embedding` if they are tied."""
 
-    embedding: torch.Tensor  # [vocab_size, hidden_size]
+    embedding: torch.Tensor  # [vocab_size, or more with a block drafter's mask, hidden_size]
     layers: tuple[LayerTensors, ...]
     norm: torch.Tensor  # [hidden_size] float32
     head: torch.Tensor  # [vocab_size, hidden_size]
@@ -58,7 +58,7 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
     reader = _Reader(path, DTYPES[dtype], device)
     embedding = reader.matrix("embedding")
     layers = tuple(_read_layer(reader, spec, layer) for layer in range(spec.num_layers))
-    head = embedding if spec.tie_word_embeddings else reader.matrix("lm_head")
+    head = embedding[: spec.vocab_size] if spec.tie_word_embeddings else reader.matrix("lm_head")
     cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
     weights = ModelTensors(embedding, layers, reader.norm("norm"), head, cos, sin)
     reader.check_all_read()
@@ -67,38 +67,42 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HeadTensors:
-    """An EAGLE-3 head's weights on a device.
+    """The weights of an EAGLE-3 head or a block drafter on a device.
 
-    `layer` is its one layer as a decoder: qkv reads [2 * hidden_size], and `head` has a row per logit.
+    decoder: the layers. A head's qkv reads [2 * hidden_size], and its `head` has a row per logit. A block drafter has
+    its target's embedding and head.
     """
 
-    layer: ModelTensors
+    decoder: ModelTensors
     hidden_norm: torch.Tensor  # [hidden_size] float32
     join: torch.Tensor  # [hidden_size, features of all layers, side by side]
     token_ids: torch.Tensor | None  # [num_logits] int64, the id of each logit; None: all, in order
 
 
 def load_head(
-    path: Path, spec: ModelSpec, dtype: str, device: torch.device, target_embedding: Callable[[], torch.Tensor]
+    path: Path, spec: ModelSpec, dtype: str, device: torch.device, target: Callable[[], ModelTensors]
 ) -> HeadTensors:
-    """Reads the file of a head that engines.weights_build wrote. Raises as load_weights does.
+    """Reads the file of a draft that engines.weights_build wrote. Raises as load_weights does.
 
-    target_embedding: returns the target's embedding, which is used if the head has none.
+    target: returns the target's weights, of which a head without an embedding uses that, a block drafter both ends.
     """
-    reader = _Reader(path, DTYPES[dtype], device)
-    embedding = reader.matrix("embedding") if "embedding" in reader.names else target_embedding()
-    token_ids, head = reader.integers("token_ids"), reader.matrix("lm_head")
-    is_id = token_ids < spec.vocab_size  # the target has no padding rows of the vocabulary
-    if not bool(is_id.all()):
-        token_ids, head = token_ids[is_id], head[is_id]
-    is_whole = torch.equal(token_ids, torch.arange(spec.vocab_size, device=device))
+    reader, token_ids, prefix = _Reader(path, DTYPES[dtype], device), None, "layers.0."
+    embedding = reader.matrix("embedding") if "embedding" in reader.names else target().embedding
+    if spec.block_size:
+        head, prefix = target().head, ""
+        if spec.mask_id >= embedding.shape[0]:
+            raise ConfigError(f"mask_id = {spec.mask_id}: the target's embedding has {embedding.shape[0]} rows")
+    else:
+        token_ids, head = reader.integers("token_ids"), reader.matrix("lm_head")
+        is_id = token_ids < spec.vocab_size  # the target has no padding rows of the vocabulary
+        if not bool(is_id.all()):
+            token_ids, head = token_ids[is_id], head[is_id]
+        if torch.equal(token_ids, torch.arange(spec.vocab_size, device=device)):
+            token_ids = None
+    layers = tuple(_read_layer(reader, spec, layer) for layer in range(spec.num_layers))
     cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
-    weights = HeadTensors(
-        ModelTensors(embedding, (_read_layer(reader, spec, 0),), reader.norm("norm"), head, cos, sin),
-        hidden_norm=reader.norm("layers.0.hidden_norm"),
-        join=reader.matrix("fc").t().contiguous(),
-        token_ids=None if is_whole else token_ids,
-    )
+    decoder, norm = ModelTensors(embedding, layers, reader.norm("norm"), head, cos, sin), f"{prefix}hidden_norm"
+    weights = HeadTensors(decoder, reader.norm(norm), reader.matrix("fc").t().contiguous(), token_ids)
     reader.check_all_read()
     return weights
 

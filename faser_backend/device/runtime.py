@@ -20,7 +20,7 @@ from faser_backend.manifest import ModelEngine
 
 # Reasons why there are no splits.
 NO_DRAFT = "none (no draft model: there is nothing to overlap)"
-DRAFTS_IN_TURN = "none (an EAGLE-3 head reads what the target makes of each token: the two run in turn)"
+DRAFTS_IN_TURN = "none (the draft, as an EAGLE-3 head, reads what the target makes of each token: the two run in turn)"
 
 
 class ModelPair(NamedTuple):

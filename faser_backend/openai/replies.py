@@ -48,11 +48,7 @@ class Answer:
         self._has_echoed = not wanted.echoes
         self._tokenizer = tokenizer
         self._stream = AnswerStream(
-            tokenizer,
-            wanted.request.prompt_ids,
-            stop_strings=wanted.stop,
-            includes_stop=False,
-            num_top=wanted.num_top,
+            tokenizer, wanted.request.prompt_ids, stop_strings=wanted.stop, includes_stop=False, num_top=wanted.num_top
         )
 
     @property

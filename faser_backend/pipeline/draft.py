@@ -151,7 +151,7 @@ class Chain:
         self.num_behind = behind.num_drafted  # [B]
         self.is_main = behind.is_main  # [B]
         self._trim = proposal.trim
-        self._num_wanted = num_wanted
+        self.num_wanted = num_wanted
         size, width, old = len(batch), int(num_wanted.max(initial=0)), behind.drafted.shape[1]
         self.positions = batch.num_tokens + self.num_behind  # [B] of the next token
         self._tokens = np.zeros((size, old + width), np.int64)
@@ -197,7 +197,7 @@ class Chain:
 
     def wants_more(self, active: np.ndarray, step: int) -> np.ndarray:
         """Returns bool [A]: whether to draft a further token, after `step` new ones."""
-        is_open = self._num_wanted[active] > step
+        is_open = self.num_wanted[active] > step
         if self._trim is not None and is_open.any():
             is_open &= continues(self._trim, self._survival[active], self.batch.slots[active])
         return is_open

@@ -41,12 +41,7 @@ class JointProposer:
     main_source = "model"
     max_lag = MAX_LAG
 
-    def __init__(
-        self,
-        model: ModelProposer,
-        look_ups: NgramProposer,
-        max_prefill_tokens: int,
-    ) -> None:
+    def __init__(self, model: ModelProposer, look_ups: NgramProposer, max_prefill_tokens: int) -> None:
         self.model, self.look_ups = model, look_ups
         self.times = model.times
         self.choice = DrafterChoice()

@@ -1,7 +1,7 @@
 """The interface of a proposer: a step asks it for draft tokens and gets a `Frontier`.
 
-pipeline/draft.py drafts with a model, pipeline/head.py with an EAGLE-3 head, pipeline/ngram.py with n-grams of the
-text, and pipeline/joint.py with a model and n-grams.
+pipeline/draft.py drafts with a model, pipeline/head.py with an EAGLE-3 head or a block drafter, pipeline/ngram.py with
+n-grams of the text, and pipeline/joint.py with a model and n-grams.
 """
 
 from __future__ import annotations

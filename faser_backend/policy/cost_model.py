@@ -119,6 +119,7 @@ class CostModel:
     segments: (model, partition) -> cost of each segment in order. key_columns [n]: how many columns of keys the
     runtime reads for n tokens (it rounds up); longer contexts count as they are. is_padded: attention treats every
     sequence as having the call's longest context and most rows. drafts_at_once: by the device; no chain ends early.
+    drafts_blocks: all tokens of a chain take one call, with a row each.
     """
 
     segments: Mapping[tuple[str, str], tuple[CallCost, ...]]
@@ -127,15 +128,13 @@ class CostModel:
     is_measured: bool
     is_padded: bool = True
     drafts_at_once: bool = False
+    drafts_blocks: bool = False
 
     @property
     def partitions(self) -> tuple[str, ...]:
         """Names of the partitions with costs of both models; "whole" is always one."""
         drafting = {partition for model, partition in self.segments if model == DRAFT}
         return tuple(partition for model, partition in self.segments if model == TARGET and partition in drafting)
-
-    def num_segments(self, model: str) -> int:
-        return len(self.segments[model, WHOLE])
 
     def batch_context(self, num_tokens: Sequence[float]) -> int:
         """Returns one context length for all sequences of a call: their mean, moved towards the longest if attention
@@ -203,13 +202,18 @@ class BatchTimes:
     def __init__(self, costs: CostModel, max_draft_tokens: int, size: int, context: int, partition: str) -> None:
         rows, active = np.arange(size, size * (max_draft_tokens + 1) + 1), np.arange(size + 1)
         draft_us = costs.call_us(DRAFT, partition, active, active, context, num_logit_rows=active)
+        self.draft_round_us = float(costs.overhead.draft_round(size))
+        if costs.drafts_blocks:  # a token takes its row, the first one the call
+            self.draft_round_us += float(draft_us[size])
+            masks = active * max_draft_tokens
+            block_us = costs.call_us(DRAFT, partition, active + masks, active, context, num_logit_rows=masks)
+            draft_us = np.maximum(block_us - draft_us, 0.0) / max_draft_tokens
         self.size, self.partition = size, partition
         # [N + 1] of a step with 0..N rows beside the anchors, without drafting.
         self.verify_us = costs.call_us(TARGET, partition, rows, size, context) + costs.overhead.step(size, rows)
         self.draft_us = draft_us + costs.overhead.draft_call(active)  # [B + 1] of a call for 0..B sequences
         self.trim_us = costs.overhead.trim_call(active)  # [B + 1] that confidence adds to it
         self.drafts_at_once, self.is_measured = costs.drafts_at_once, costs.is_measured
-        self.draft_round_us = float(costs.overhead.draft_round(size))
         self.lanes_us = costs.overhead.lanes_us
         self._log2_rows, self._log2_active = np.log2(rows), np.log2(np.maximum(active, 1))
 

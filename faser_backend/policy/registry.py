@@ -94,7 +94,6 @@ def expected_tokens(rates: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 LoadKnowledge = Callable[[], Knowledge]
 FIXED, FILE = "fixed", "file"  # file:PATH is a policy of the user's own
 
-
 POLICIES: dict[str, Callable[[LoadKnowledge], SpeculationPolicy]] = {
     "none": lambda load: FixedLength(0),
     "goodput": lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS),

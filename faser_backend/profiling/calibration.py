@@ -25,13 +25,7 @@ from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.calibration import (
-    KINDS,
-    MarginCounts,
-    MatchCalibration,
-    logits,
-    sigmoid,
-)
+from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibration, logits, sigmoid
 from faser_backend.policy.early_exit import NUM_CANDIDATES, ExitCalibration
 from faser_backend.policy.registry import WithoutLearning
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS

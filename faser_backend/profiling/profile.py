@@ -29,7 +29,7 @@ from faser_backend.files import check_room
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
-from faser_backend.policy.cost_model import DRAFT, CostModel, OverheadCost
+from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
 from faser_backend.profiling.calibration import TOKENS_EACH, MakeEngine, ProbePolicy, calibrate
 from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effort, choose_cases, share_within
 from faser_backend.profiling.cost_fit import fit_overhead
@@ -43,6 +43,7 @@ from faser_backend.serving.profile_store import (
     Fingerprint,
     Profile,
     cost_model_of,
+    drafts_blocks,
     is_padded,
     key_columns,
 )
@@ -94,7 +95,7 @@ class StepMeter:
     def overhead(self, calls: CostModel) -> OverheadCost:
         """Fits the visits' times. calls: predicts the time of draft calls."""
         found = [
-            (size, length, *np.quantile(times, STEP_QUANTILE, axis=0), length * self._draft_call_us(calls, size))
+            (size, length, *np.quantile(times, STEP_QUANTILE, axis=0), self._drafting_us(calls, size, length))
             for (length, size), times in self._times.items()
             if times  # a short context may not hold one
         ]
@@ -102,17 +103,19 @@ class StepMeter:
 
     def lanes(self) -> dict[str, float]:
         """Measures the field of OverheadCost for lanes: median time of two empty jobs. {}: there is no split."""
-        if not self._runtime.menu.splits:
+        if not self._runtime.splits:
             return {}
-        with closing(self._runtime.open_lanes(*self._runtime.menu.splits[0])) as lanes:
+        with closing(self._runtime.open_lanes(*self._runtime.splits[0])) as lanes:
             times = [self._timed_us(lanes.run_both, lambda: None, lambda: None) for _ in range(LANE_REPEATS)]
         return {"lanes_us": float(np.median(times))}
 
-    def _draft_call_us(self, calls: CostModel, num_sequences: int) -> float:
+    def _drafting_us(self, calls: CostModel, num_sequences: int, length: int) -> float:
+        """Returns the predicted time of the calls that draft `length` tokens of each sequence."""
         if (DRAFT, WHOLE) not in calls.segments:
             return 0.0
-        context = PROMPT_TOKENS + self._effort.num_steps
-        return float(calls.call_us(DRAFT, WHOLE, num_sequences, num_sequences, context, num_logit_rows=num_sequences))
+        num_calls, rows = (1, num_sequences * length) if calls.drafts_blocks else (length, num_sequences)
+        context, num_rows = PROMPT_TOKENS + self._effort.num_steps, rows + num_sequences * calls.drafts_blocks
+        return num_calls * float(calls.call_us(DRAFT, WHOLE, num_rows, num_sequences, context, num_logit_rows=rows))
 
     def _timed_us(self, work: Callable[..., object], *arguments: Any) -> float:
         start = time.perf_counter_ns()
@@ -212,7 +215,8 @@ class _Profiler:
 
     @property
     def shares(self) -> list[Share]:
-        return shares_of(self.runtime.menu, has_draft=self.manifest.draft is not None)
+        menu = replace(self.runtime.menu, splits=self.runtime.splits)  # those that serving uses
+        return shares_of(menu, has_draft=self.manifest.draft is not None)
 
     def run(self, effort: Effort, prompts: Path | None, budget_s: float | None) -> Profile:
         manifest, widths, pads = self.manifest, key_columns(self.manifest), is_padded(self.manifest)
@@ -247,7 +251,8 @@ class _Profiler:
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
-        calls = CostModel(costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0), widths, is_measured=True, is_padded=pads)
+        nothing, blocks = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0), drafts_blocks(manifest)
+        calls = CostModel(costs, nothing, widths, is_measured=True, is_padded=pads, drafts_blocks=blocks)
         overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
         self.report("done", 1.0)
         return Profile(
@@ -264,7 +269,10 @@ class _Profiler:
 
     def _cases(self, effort: Effort) -> dict[str, list[Case]]:
         rng, names = np.random.default_rng(SEED), dict.fromkeys(share.model for share in self.shares)
-        return {name: choose_cases(name, self.models.max_context, rng, effort.case_share) for name in names}
+        kinds = {
+            name: TARGET if drafts_blocks(self.manifest) else name for name in names
+        }  # blocks are like verifications
+        return {name: choose_cases(kinds[name], self.models.max_context, rng, effort.case_share) for name in names}
 
     def _estimate_s(self, effort: Effort) -> float:
         """Estimates the seconds of a profile from a few steps with the longest chains."""

@@ -25,9 +25,7 @@ class ModelSize:
     head_weights: int  # of the output head
 
 
-def default_cost_model(
-    target: ModelSize, draft: ModelSize | None = None, *, is_padded: bool = True, drafts_at_once: bool = False
-) -> CostModel:
+def default_cost_model(target: ModelSize, draft: ModelSize | None = None, *, is_padded: bool = True) -> CostModel:
     """Returns the costs of an engine without a profile: one modest core, on which every row costs full price.
 
     Conservative: it has the whole machine as its only partition, so nothing is overlapped, and rows are never free.
@@ -35,9 +33,7 @@ def default_cost_model(
     """
     segments = {(name, WHOLE): _segments(size) for name, size in ((TARGET, target), (DRAFT, draft)) if size}
     overhead = OverheadCost(200.0, 20.0, 10.0, 60.0, 10.0)
-    costs = CostModel(
-        segments, overhead, np.zeros(1), is_measured=False, is_padded=is_padded, drafts_at_once=drafts_at_once
-    )
+    costs = CostModel(segments, overhead, np.zeros(1), is_measured=False, is_padded=is_padded)
     if draft is None:
         return costs
     # The first call of a chain takes longer than further ones. Without this term the measured cost of short chains
@@ -61,7 +57,7 @@ def with_ngrams(costs: CostModel) -> CostModel:
     segments = {(TARGET, WHOLE): costs.segments[TARGET, WHOLE], (DRAFT, WHOLE): (CallCost(_line(CALL_US, TOKEN_US)),)}
     step = costs.overhead
     overhead = OverheadCost(step.step_us, step.step_sequence_us, step.step_row_us, 0.0, 0.0)
-    return replace(costs, segments=segments, overhead=overhead, drafts_at_once=False)
+    return replace(costs, segments=segments, overhead=overhead, drafts_at_once=False, drafts_blocks=False)
 
 
 def _line(first_us: float, row_us: float) -> Curve:

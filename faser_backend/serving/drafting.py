@@ -16,7 +16,7 @@ from faser_backend.core.ports import Sampler
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.pipeline.head import HeadProposer
+from faser_backend.pipeline.head import BlockProposer, HeadProposer
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
@@ -56,7 +56,9 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     if models.draft is None:
         margins = knowledge.margins if manifest.draft is None else {}
         return Knowledge(with_ngrams(knowledge.costs), margins)
-    if config.acceptance == "rejection":  # it needs the draft's probabilities: the host draws
+    if (
+        config.acceptance == "rejection" and not knowledge.costs.drafts_blocks
+    ):  # it needs the draft's probabilities: the host draws
         return replace(knowledge, costs=replace(knowledge.costs, drafts_at_once=False))
     return knowledge
 
@@ -70,5 +72,7 @@ def make_proposer(
     if models.draft is None:
         return look_ups
     proposer = HeadProposer if models.draft.spec.reads_target else ModelProposer
+    if models.draft.spec.block_size:
+        proposer = BlockProposer
     model = proposer(sampler, times, block_tables, keeps_probs=keeps_probs)
     return JointProposer(model, look_ups, config.max_prefill_tokens) if config.draft == BOTH else model

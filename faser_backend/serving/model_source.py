@@ -81,10 +81,7 @@ def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict
                 drafting = local_source(head.name, head)
             else:
                 log.warning(f"{head}: a checkout alone has this head of {run.model}; without it, n-grams draft")
-        return {
-            "engine_dir": cached_engine(target, drafting, **build),
-            "draft": "auto" if is_source else run.draft,
-        }
+        return {"engine_dir": cached_engine(target, drafting, **build), "draft": "auto" if is_source else run.draft}
 
 
 def shown_name(model: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +151,8 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
     if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a broken link is an error
         sizes = map(_size_of, manifest.models.values())
-        at_once = drafts_at_once(manifest)
-        return Knowledge(default_cost_model(*sizes, is_padded=is_padded(manifest), drafts_at_once=at_once))
+        costs = default_cost_model(*sizes, is_padded=is_padded(manifest))
+        return Knowledge(replace(costs, drafts_at_once=drafts_at_once(manifest), drafts_blocks=drafts_blocks(manifest)))
     profile = load_profile(engine_dir, manifest)
     calibration = profile.calibration
     return Knowledge(cost_model_of(profile, manifest), calibration.margins, calibration.exits)
@@ -166,6 +166,7 @@ def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
         is_measured=True,
         is_padded=is_padded(manifest),
         drafts_at_once=drafts_at_once(manifest),
+        drafts_blocks=drafts_blocks(manifest),
     )
 
 
@@ -175,8 +176,13 @@ def is_padded(manifest: EngineManifest) -> bool:
 
 
 def drafts_at_once(manifest: EngineManifest) -> bool:
-    """Returns whether the runtime drafts whole chains by itself (core.ports.DraftLoop)."""
-    return not manifest.runtime_spec.is_cpu
+    """Returns whether the runtime drafts whole chains by itself (core.ports.DraftLoop), or the draft by a call."""
+    return not manifest.runtime_spec.is_cpu or drafts_blocks(manifest)
+
+
+def drafts_blocks(manifest: EngineManifest) -> bool:
+    """Returns whether the draft guesses all tokens of a chain in one call."""
+    return manifest.draft is not None and manifest.draft.spec.block_size > 0
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:

@@ -79,12 +79,7 @@ def is_stop_request(tensors: Tensors) -> bool:
 
 
 def parse_requests(
-    tensors: Tensors,
-    request_id: str,
-    handshake: Handshake,
-    *,
-    is_decoupled: bool,
-    is_llm_api: bool = False,
+    tensors: Tensors, request_id: str, handshake: Handshake, *, is_decoupled: bool, is_llm_api: bool = False
 ) -> list[ParsedRequest]:
     """Checks one request and returns its sequences, ordered by prompt and by sequence within a prompt.
 

@@ -150,10 +150,7 @@ FAMILIES = {
     **{name: Family("HISTOGRAM", text, buckets=buckets) for name, (text, buckets) in LATENCIES.items()},
     **{name: Family("COUNTER", text) for name, text in SPECULATION.items()},
     BY_POSITION: Family(
-        "COUNTER",
-        "Accepted draft tokens by position in their chain",
-        "position",
-        tuple(map(str, range(NUM_POSITIONS))),
+        "COUNTER", "Accepted draft tokens by position in their chain", "position", tuple(map(str, range(NUM_POSITIONS)))
     ),
     REQUESTS: Family(
         "COUNTER", "Requests that have ended", "finished_reason", tuple(reason.value for reason in FinishReason)

@@ -66,11 +66,7 @@ def in_turns(place: InProcess) -> Field:
 
 
 def measure_loads(
-    serve: Field,
-    names: Sequence[str],
-    prompts: list[Prompt],
-    args: argparse.Namespace,
-    place: str,
+    serve: Field, names: Sequence[str], prompts: list[Prompt], args: argparse.Namespace, place: str
 ) -> list[Row]:
     """Measures every temperature and number of clients that the command line names; a line per row on stderr."""
     rows = []

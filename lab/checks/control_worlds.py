@@ -147,11 +147,11 @@ class ControlWorld:
         process = process_at(acceptance)
         if self.has_flat_margins:
             process = replace(process, chances=np.full_like(process.chances, acceptance), shift=0.0)
-        return process.with_exits((self.exit_auc,)) if self.truth.num_segments(TARGET) == 2 else process
+        return process.with_exits((self.exit_auc,)) if len(self.truth.segments[TARGET, WHOLE]) == 2 else process
 
     @staticmethod
     def _with(costs: CostModel, process: Any) -> World:
-        layers, exits = ((1, 5), ((0, 1),)) if costs.num_segments(TARGET) == 2 else ((4,), ())
+        layers, exits = ((1, 5), ((0, 1),)) if len(costs.segments[TARGET, WHOLE]) == 2 else ((4,), ())
         return World("test", costs, process, layers, (1,), exits, 1 << 20, 8192, ())
 
 

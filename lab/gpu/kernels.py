@@ -71,8 +71,9 @@ def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
     call = _random_call(name, device, rng)
     expected, used = call.with_own_results(), int(call.cu_rows[-1])
     longest, num_splits, num_sms = int(call.cu_rows.diff().max()), *map(int, rng.integers((1, 2), (6, 133)))
-    pruned_chunk_attention(*call, max_rows=max(1, longest), num_splits=num_splits, num_sms=num_sms)
-    reference.pruned_chunk_attention(*expected)
+    longest, is_causal = max(1, longest), rng.random() < 0.7
+    pruned_chunk_attention(*call, max_rows=longest, num_splits=num_splits, num_sms=num_sms, is_causal=is_causal)
+    reference.pruned_chunk_attention(*expected, is_causal=is_causal)
     is_left = bool((call.out[used:] == SENTINEL).all()) and _same_bits(call, expected)
     return _error(call.out[:used], expected.out[:used]) if is_left else math.inf
 

@@ -85,7 +85,7 @@ class SimRunner:
         num_layers: tuple[int, ...],  # of each segment
         exits: frozenset[int],
     ) -> None:
-        assert len(num_layers) == costs.num_segments(model), "one cost per segment"
+        assert len(num_layers) == len(costs.segments[model, partition]), "one cost per segment"
         self.num_segments = len(num_layers)
         self.num_layers = num_layers
         self.exits = exits
@@ -162,6 +162,9 @@ class SimSampler:
 
     def append(self, slot: int, tokens: list[int]) -> None:
         """Does nothing: outcomes do not depend on emitted tokens."""
+
+    def has_rules(self, slots: np.ndarray) -> bool:
+        return False
 
     def forced(self, slot: int) -> list[int]:
         """Grammars are not simulated."""

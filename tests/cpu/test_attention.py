@@ -48,7 +48,7 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32", dots: int = 0) -> 
             b, kv_head, first, num_rows = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
             position, blocks = context_lens[b] + first - cu_rows[b], block_table[b]
             attend_item(
-                dots, q, k_pool, v_pool, blocks, position, first, num_rows, kv_head, attended, space, scale, head_dim
+                dots, q, k_pool, v_pool, blocks, position, first, num_rows, 0, kv_head, attended, space, scale, head_dim
             )  # fmt: skip
 
     return compile_kernel(kernel, signature)

@@ -36,6 +36,7 @@ from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import capture_menus
 from tests.cuda.test_capture_rules import SPLIT, Opened, opened, torch_programs
+from tests.support.block_models import LAYERS, write_drafter
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.support.forcing import random_everything
 from tests.support.harness import drive, guessed, request
@@ -145,15 +146,18 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
         each.engine.close()
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_traffic_of_a_head_adds_none_to_those_captured_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_known: bool
+@pytest.mark.parametrize(("is_block", "is_known"), [(False, True), (False, False), (True, True)])
+def test_traffic_of_a_head_or_block_drafter_adds_none_to_those_captured_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_block: bool, is_known: bool
 ) -> None:
     """Chains on the device and, for requests with rules, call by call. Features are joined in calls captured by rows
     alone. Without the menu live traffic captures."""
     source = write_checkpoint(tmp_path / "source", max_position_embeddings=256, num_hidden_layers=NUM_TARGET_LAYERS)
-    head = write_head(tmp_path / "head")
-    build_engines(source, head, tmp_path / "engine", runtime="torch", exit_layers=(1,), kv_block_size=4)
+    draft = write_head(tmp_path / "head")
+    if is_block:
+        reads = {"num_target_layers": None, "dflash_config": {"mask_token_id": 5, "target_layer_ids": LAYERS}}
+        draft = write_drafter(tmp_path / "blocks", vocab_size=97, **reads)
+    build_engines(source, draft, tmp_path / "engine", runtime="torch", exit_layers=(1,), kv_block_size=4)
     with opened(tmp_path / "engine", monkeypatch, policy="fixed:4", change=lambda each: each, config=CONFIG) as each:
         if is_known:
             capture_all(each)
@@ -163,11 +167,11 @@ def test_traffic_of_a_head_adds_none_to_those_captured_before(
         assert not each.machine.broken
         (partition,) = each.engine.step_runner.partitions.values()
         runner, loop = cast(Any, partition.draft), cast(Any, partition.draft_loop)
-        assert isinstance(runner, CudaHeadRunner)
+        assert type(runner) is (CudaRunner if is_block else CudaHeadRunner)
         if is_known:
             assert each.machine.num_first_under_capture == 0
             assert [len(calls) for calls in runner._calls] == [15, 20]
-            assert len(loop._chains) == 4 * 2 * 2
+            assert is_block or len(loop._chains) == 4 * 2 * 2
         each.engine.close()
 
 

@@ -14,6 +14,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, ROW_COUNTS
 from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
+from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import RowParameters, TorchNoise, keep_top, perturbed
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
@@ -53,6 +54,12 @@ def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: i
     return plan_memory(
         models, free_bytes=free_bytes, num_partitions=num_partitions, unloaded_bytes=num_bytes, **{**known, **options}
     )
+
+
+def captured_bytes(runner: CudaRunner) -> int:
+    """Returns the bytes of the inputs of kept calls, and of hidden states between segments."""
+    inputs = sum(call.inputs.block.nbytes for calls in runner._calls for call in calls.values())
+    return inputs + sum(tensor.nbytes for tensor in runner._store._tensors.values())
 
 
 @pytest.mark.parametrize(
@@ -106,11 +113,9 @@ def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: P
     model = write_torch_engine(source, tmp_path, exit_layers=(1,))
     runner = open_torch_runner(model, tmp_path, 8, 4)
     runner.capture_menu(0)
-    blocks = sum(call.inputs.block.nbytes for calls in runner._calls for call in calls.values())
-    hidden = sum(tensor.nbytes for tensor in runner._store._tensors.values())
     options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
     plan = planned([model], **options)
-    assert 0.9 * plan.lines[2].num_bytes < blocks + hidden <= 1.02 * plan.lines[2].num_bytes
+    assert 0.9 * plan.lines[2].num_bytes < captured_bytes(runner) <= 1.02 * plan.lines[2].num_bytes
     assert runner.pool.logits._rows is not None and runner.pool.logits._rows.nbytes == plan.lines[1].num_bytes
     assert {tuple(runner.pool.logits.rows(count, 97).shape) for count in (1, 512)} == {(1, 97), (512, 97)}
     start = runner.pool.logits.rows(1, 97).data_ptr()
@@ -131,10 +136,7 @@ def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
     pools = runners.target.pool.num_bytes + runners.head.pool.storage.nbytes
     assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools
     assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
-    captured = 0
-    for runner in (runners.target, runners.head):
-        captured += sum(call.inputs.block.nbytes for calls in runner._calls for call in calls.values())
-        captured += sum(tensor.nbytes for tensor in runner._store._tensors.values())
+    captured = captured_bytes(runners.target) + captured_bytes(runners.head)
     assert 0.8 * plan.lines[2].num_bytes < captured <= 1.1 * plan.lines[2].num_bytes
     decoders = planned([models[0], replace(models[1], spec=replace(models[1].spec, family="llama"))], **options)
     assert plan.lines[3].num_bytes > decoders.lines[3].num_bytes, "features side by side"

@@ -158,7 +158,7 @@ def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -
     """Both use the same tensor, and only the target's file holds it."""
     runners = Runners(gqa.directory)
     assert isinstance(runners.weights, HeadTensors) and not isinstance(runners.target_weights, HeadTensors)
-    assert runners.weights.layer.embedding is runners.target_weights.embedding
+    assert runners.weights.decoder.embedding is runners.target_weights.embedding
     models = [gqa.manifest.target, gqa.manifest.draft]
     sizes = [(gqa.directory / f"{name}.safetensors").stat().st_size for name in ("target", "draft")]
     assert sizes == [model.num_weight_bytes for model in models if model is not None]

@@ -67,7 +67,7 @@ def test_half_precision_is_that_of_the_engine_and_close(
     reference = random_model("llama_all_biases_tied")
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, dtype=name)
     weights = load_weights(tmp_path / model.segments[0].file.name, model.spec, name, CPU)
-    assert weights.head is weights.embedding and weights.embedding.dtype == dtype
+    assert weights.head.data_ptr() == weights.embedding.data_ptr() and weights.embedding.dtype == dtype
     for layer in weights.layers:
         assert layer.qkv.is_contiguous() and layer.gate_up.is_contiguous()
         assert layer.down.shape == (model.spec.hidden_size, model.spec.intermediate_size)

@@ -14,9 +14,10 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.core.ports import ModelRunner
 from faser_backend.cpu import weights
+from faser_backend.cpu.draft_runners import LlvmHeadRunner
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.cpu.kv_pool import KvPool
-from faser_backend.cpu.runner import LlvmHeadRunner, LlvmRunner
+from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
@@ -93,6 +94,16 @@ class Built:
         with torch.no_grad():
             run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
         return torch.cat([run.hidden_states[layer][0] for layer in FEATURE_LAYERS], dim=-1)
+
+    def chain_behind(self, tokens: np.ndarray, num_draft_tokens: int) -> list[int]:
+        """Drafts greedily with the head behind `tokens`, none of it from a cache."""
+        token_ids, hidden = tokens[1:], self.reference.joined(self.features(tokens)[:-1])
+        drafted: list[int] = []
+        for _ in range(num_draft_tokens):
+            logits, made = self.reference.run(token_ids, hidden)
+            drafted.append(int(logits[-1].argmax()))
+            token_ids, hidden = np.append(token_ids, drafted[-1]), torch.cat([hidden, made[-1:]])
+        return drafted
 
 
 def same_logits(found: np.ndarray, wanted: np.ndarray, error: float = MAX_ERROR) -> bool:

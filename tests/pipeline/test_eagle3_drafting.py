@@ -7,21 +7,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
-from faser_backend.cpu.runner import LlvmHeadRunner
+from faser_backend.cpu.draft_runners import LlvmHeadRunner
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.calibration import DrafterChoice
 from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import Built
+from tests.support.block_models import BuiltBlocks
 from tests.support.forcing import Forced, at_random, forced, in_turns
 from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE
+
+AnyBuilt = Built | BuiltBlocks
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +43,12 @@ def make_requests(count: int = 8, *, is_greedy: bool = False, num_shared: int = 
     return requests
 
 
-def open_engine(built: Built, policy: str, **options: object) -> Engine:
+def open_engine(built: AnyBuilt, policy: str, **options: object) -> Engine:
     fields = {"policy": policy, "max_num_seqs": 4, "max_prefill_tokens": 16, **options}
     return build_engine(built.directory, EngineConfig.from_options(**fields))
 
 
-def tokens_of(built: Built, policy: str, requests: list[Request], **options: object) -> dict[str, list[int]]:
+def tokens_of(built: AnyBuilt, policy: str, requests: list[Request], **options: object) -> dict[str, list[int]]:
     engine = open_engine(built, policy, **options)
     tokens = drive(engine, requests).tokens
     # What adaptive policies draft depends on how long calls took.
@@ -55,21 +57,10 @@ def tokens_of(built: Built, policy: str, requests: list[Request], **options: obj
     return tokens
 
 
-def reference_chain(built: Built, tokens: np.ndarray, num_draft_tokens: int) -> list[int]:
-    """Drafts greedily with the head behind `tokens`, none of it from a cache."""
-    token_ids, hidden = tokens[1:], built.reference.joined(built.features(tokens)[:-1])
-    drafted: list[int] = []
-    for _ in range(num_draft_tokens):
-        logits, made = built.reference.run(token_ids, hidden)
-        drafted.append(int(logits[-1].argmax()))
-        token_ids, hidden = np.append(token_ids, drafted[-1]), torch.cat([hidden, made[-1:]])
-    return drafted
-
-
 class ChainChecker:
     """Compares every chain that an engine verifies with the reference's, look-ups aside."""
 
-    def __init__(self, built: Built) -> None:
+    def __init__(self, built: AnyBuilt) -> None:
         self.built = built
         self.num_equal = self.num_chains = self.num_look_ups = 0
 
@@ -82,12 +73,12 @@ class ChainChecker:
             count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])
             assert count == 0 or num_tokens > 1
             if count:
-                wanted = reference_chain(self.built, sequence.token_ids[:num_tokens].copy(), count)
+                wanted = self.built.chain_behind(sequence.token_ids[:num_tokens].copy(), count)
                 self.num_equal += frontier.drafted[row, :count].tolist() == wanted
                 self.num_chains += 1
 
 
-def checked(built: Built, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
+def checked(built: AnyBuilt, policy: str, **options: object) -> tuple[Engine, ChainChecker]:
     """Opens an engine whose chains are compared."""
     engine, checker = open_engine(built, policy, **{"enable_prefix_reuse": False, **options}), ChainChecker(built)
     engine.step_runner.observers.append(checker.observe)

@@ -53,7 +53,7 @@ def run(call: Call, **options) -> None:
     pruned_chunk_attention(*call, max_rows=max(1, int(call.cu_rows.diff().max())), **options)
 
 
-def dense_attention(call: Call) -> torch.Tensor:
+def dense_attention(call: Call, *, is_causal: bool) -> torch.Tensor:
     """Computes attention row by row from contiguous tokens, independently of the reference."""
     out = call.out.clone()
     num_kv_heads, _, kv_block_size, head_dim = call.k_pool.shape
@@ -64,7 +64,7 @@ def dense_attention(call: Call) -> torch.Tensor:
             for head in range(call.q.shape[1]):
                 kv = head // group
                 cells = [(call.block_table[b, p // kv_block_size], p % kv_block_size) for p in range(context)]
-                own = range(begin, row + 1)
+                own = range(begin, row + 1 if is_causal else end)
                 keys = [call.k_pool[kv, block, offset] for block, offset in cells] + [call.k_new[r, kv] for r in own]
                 values = [call.v_pool[kv, block, offset] for block, offset in cells] + [call.v_new[r, kv] for r in own]
                 scores = torch.stack([call.q[row, head] @ key for key in keys]) / head_dim**0.5
@@ -72,13 +72,15 @@ def dense_attention(call: Call) -> torch.Tensor:
     return out
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("group", [1, 3])
-def test_reference_says_what_attention_is(group):
+def test_reference_says_what_attention_is(group, is_causal):
     shape = Shape(rows=(3, 0, 1), contexts=(9, 5, 0), group=group, head_dim=16, num_padding_rows=1, is_fused=True)
     call = make_call(shape, 0)
-    expected = dense_attention(call)
-    run(call)
+    expected, other = (dense_attention(call, is_causal=flag) for flag in (is_causal, not is_causal))
+    run(call, is_causal=is_causal)
     torch.testing.assert_close(call.out, expected, atol=1e-6, rtol=0)
+    assert ((call.out - other).abs().amax((1, 2)) > 1e-3).tolist() == [True, True, False, False, False], "last rows"
     first_slots = call.slot_mapping[:3].long()
     for new, pool in ((call.k_new, call.k_pool), (call.v_new, call.v_pool)):
         assert torch.equal(pool.flatten(1, 2)[:, first_slots], new[:3].transpose(0, 1))

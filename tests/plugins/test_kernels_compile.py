@@ -26,6 +26,7 @@ from faser_backend.plugins.tensorrt_aot import Compiled, compile_kernel, without
 from tests.support.assembler import assemble
 
 CAPABILITIES = (80, 90, 120)
+DRAFTED_BLOCK = 16  # rows that see each other
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 
 
@@ -40,7 +41,7 @@ def compile_attention(
         ("num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "min_part_tokens"), "i32"
     )
     constants = config.constants(num_kv_heads=8, group=group, head_dim=head_dim, kv_block_size=16)
-    constants["BLOCK_B"] = 32 if max_rows < 48 else 512
+    constants |= {"BLOCK_B": 32 if max_rows < 48 else 512, "IS_CAUSAL": max_rows != DRAFTED_BLOCK}
     results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
     constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
     return compile_kernel(
@@ -110,6 +111,7 @@ OPTIONAL = {"add_rms_norm_kernel": ("delta", "summed"), "rotate_heads_kernel": (
         ("bf16", 128, 4, 5, False),  # verification
         ("fp16", 128, 8, 5, True),
         ("fp16", 64, 7, 17, False),
+        ("bf16", 128, 4, DRAFTED_BLOCK, False),
         ("bf16", 80, 1, 5, False),
         ("bf16", 256, 2, 5, False),
         ("bf16", 128, 4, 512, False),  # a prompt's chunk

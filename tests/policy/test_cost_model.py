@@ -103,7 +103,7 @@ def test_candidates_are_predicted_as_they_are_alone() -> None:
 
 def test_the_default_is_cautious_and_knows_no_splits() -> None:
     model = default_cost_model(TARGET_SIZE, DRAFT_SIZE)
-    assert not model.is_measured and model.partitions == (WHOLE,) and model.num_segments(TARGET) == 2
+    assert not model.is_measured and model.partitions == (WHOLE,) and len(model.segments[TARGET, WHOLE]) == 2
     one, many = model.call_us(TARGET, WHOLE, np.array([8, 40]), 8, 128)
     assert many > 2 * one, "five rows a sequence must not look nearly free"
     assert model.call_us(DRAFT, WHOLE, 1, 1, 128) < model.call_us(TARGET, WHOLE, 1, 1, 128) / 2

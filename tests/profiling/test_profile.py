@@ -68,7 +68,7 @@ def test_a_profile_covers_every_model_partition_and_segment(profiled: tuple[Path
     menu = core_partitions()
     splits = [f"{len(draft.cores)}/{len(target.cores)}" for draft, target in menu.splits]
     assert model.is_measured and model.partitions == (WHOLE, *splits)
-    assert model.num_segments(TARGET) == 2 and model.num_segments(DRAFT) == 1
+    assert len(model.segments[TARGET, WHOLE]) == 2 and len(model.segments[DRAFT, WHOLE]) == 1
     for partition in model.partitions:
         for name in (TARGET, DRAFT):
             assert float(model.call_us(name, partition, 1, 1, 16)) > 0
@@ -121,7 +121,7 @@ def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> No
     directory = Path(shutil.copytree(engine, tmp_path / "engine", ignore=shutil.ignore_patterns(PROFILE_FILE)))
     manifest = EngineManifest.load(directory)
     model = load_knowledge(directory, manifest).costs
-    assert not model.is_measured and model.partitions == (WHOLE,) and model.num_segments(TARGET) == 2
+    assert not model.is_measured and model.partitions == (WHOLE,) and len(model.segments[TARGET, WHOLE]) == 2
     known = load_knowledge(directory, manifest)
     assert known.margins == {} and known.exits == ()
     with pytest.raises(ConfigError, match="faser profile"):

@@ -82,6 +82,23 @@ def test_attention_of_random_ragged_calls(monkeypatch, dtype, seed):
     check(make_call(shape, seed), lambda call: run(call, num_splits=num_splits, max_rows=bound, num_sms=num_sms))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", range(3))
+def test_attention_of_blocks_whose_rows_see_each_other(monkeypatch, dtype, seed):
+    """The control is causal. Blocks have more rows than a tile, and one row more or less than a column tile."""
+    rng = np.random.default_rng(seed)
+    tiles, group = small_tiles(rng, 3), int(rng.integers(1, 4))
+    monkeypatch.setattr(attention, "launch_config", lambda *_: tiles)
+    shape = Shape(
+        rows=(int(rng.integers(2, 7)), 0, 15 + seed), contexts=(int(rng.integers(60)), 3, 0), num_kv_heads=1,
+        group=group, head_dim=16, dtype=dtype, num_padding_rows=seed, pruned_writes=0.3,
+    )  # fmt: skip
+    call, options = make_call(shape, seed), {"num_splits": 1 + seed % 2, "num_sms": 1 + seed}
+    check(call, lambda call: run(call, is_causal=False, **options), is_causal=False)
+    with pytest.raises(AssertionError):
+        check(call, lambda call: run(call, **options), is_causal=False)
+
+
 @pytest.mark.parametrize("context", [0, 1, 7, 8, 15, 16, 17, 64, 65])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_attention_at_block_and_tile_borders(monkeypatch, context, num_splits):

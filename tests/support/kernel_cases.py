@@ -19,11 +19,11 @@ def small_tiles(rng: np.random.Generator, group: int) -> LaunchConfig:
     return LaunchConfig(max(16, pairs), int(rng.choice([16, 32])), 16, 4, 2)
 
 
-def check(call: Call, run: Callable[[Call], None]) -> None:
+def check(call: Call, run: Callable[[Call], None], *, is_causal: bool = True) -> None:
     """Asserts that `run` gives the reference's results and pool contents, and changes nothing else."""
     before = [tensor.clone() for tensor in call]
     expected, actual = call.with_own_results(), call.with_own_results()
-    reference.pruned_chunk_attention(*expected)
+    reference.pruned_chunk_attention(*expected, is_causal=is_causal)
     assert not expected.out.isnan().any()
     run(actual)
     absolute, relative = TOLERANCES[call.q.dtype]

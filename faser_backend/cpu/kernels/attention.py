@@ -64,9 +64,11 @@ def kernel_directory() -> str:
 
 @inlined
 def attend_item(
-    dots, q, k_pool, v_pool, blocks, position, first_row, num_rows, kv_head, attended, space, scale, head_dim
+    dots, q, k_pool, v_pool, blocks, position, first_row, num_rows, least, kv_head, attended, space, scale, head_dim
 ):  # fmt: skip
     """Computes one KV head's part of attended for num_rows rows of a sequence, the first at this position.
+
+    A row sees the positions up to its own, and in any case those before `least`.
 
     It is inlined into kernels, where dots and head_dim are constants. q, attended [T, H, head_dim], q rotated; query
     head h belongs to KV head h // (H // Hkv). Pools [Hkv, NB, block, head_dim] hold the rows' own keys and values.
@@ -85,9 +87,9 @@ def attend_item(
             queries[pair, d] = query[d] * (scale * LOG2_E)
             mixed[pair, d] = 0
         join_rows(dots, queries[pair], queries[pair], queries[pair, half:], half)  # pyright: ignore[reportCallIssue]
-        state[pair, NUM_SEEN] = position + pair // heads_per_kv + 1
+        state[pair, NUM_SEEN] = max(position + pair // heads_per_kv + 1, least)
         state[pair, LARGEST], state[pair, TOTAL] = LEAST_SCORE, 0
-    num_columns = position + num_rows
+    num_columns = max(position + num_rows, least)
     for column in range(0, num_columns, COLUMNS):
         locate(pool_rows, blocks, column, num_columns, k_pool.shape[2])
         num_read = min(num_columns - column, COLUMNS)
@@ -95,11 +97,13 @@ def attend_item(
         for t in range(0, num_read, 2):
             low, high = v_rows[pool_rows[t]], v_rows[pool_rows[t + 1]]
             join_rows(dots, values[t // 2], low, high, head_dim)  # pyright: ignore[reportCallIssue]
-        first_pair = max(column - position, 0) * heads_per_kv  # rows before it do not see the group
+        # Rows before the first one do not see the group.
+        first_pair = 0 if column < least else max(column - position, 0) * heads_per_kv
         for pair in range(first_pair, num_pairs, PAIRS):
             count = min(num_pairs - pair, PAIRS)
             these = slice(pair, pair + count)
-            num_seen = min(position + (pair + count - 1) // heads_per_kv + 1 - column, COLUMNS)  # by the last pair
+            num_seen = max(position + (pair + count - 1) // heads_per_kv + 1, least) - column  # by the last pair
+            num_seen = min(num_seen, COLUMNS)
             attend_pairs(  # pyright: ignore[reportCallIssue]
                 dots, mixed[these], weights, state[these], queries[these], keys, values, v_rows, pool_rows, column,
                 num_seen, count, head_dim,

@@ -46,14 +46,13 @@ INPUT_NORM, MLP_NORM, Q_BIAS, K_BIAS, V_BIAS, ATTENTION_OUT_BIAS, GATE_BIAS, UP_
 Q_NORM, K_NORM, HIDDEN_NORM = 9, 10, 11
 FEATURE = 12  # not a vector: the index among `features` that stores the layer's input, or -1
 EMBEDDING, HEAD = 0, 1  # indices into end_matrices
-FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES = range(4)  # indices into `sizes`
+FIRST_LAYER, LAST_LAYER, NUM_LAYERS, NORMALISES_SHARES, SEES_ALL = range(5)  # indices into `sizes`
 SHARED_ROWS = 32  # threads normalise and pack more rows than these together
 # The extra arguments of a kernel by kind of model: none, the routing of rows to experts, or inputs of an EAGLE-3 head.
 DENSE, EXPERTS, EAGLE3_HEAD = "dense", "experts", "eagle3_head"
 HEAD_INPUTS = numba.types.Tuple([
     f32[2],  # embedded [T, D], shared by the threads
     f32[2],  # inputs [T, 2 * D], per thread
-    STORED,  # the weight file that holds the embedding: the head's or its target's
 ])  # fmt: skip
 EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPUTS}
 
@@ -86,7 +85,7 @@ def segment_kernel(
         f32[3], f32[3], f32[3], f32[3], f32[3], f32[2], f32[2], f32[2],  # features .. gathered
         f32[2], f32[1], f32[1], f32[1], EXTRAS[kind],  # normed, packed, strip, space, extras
         numba.types.Array(POOL_DTYPES[pool_dtype], 6, "C"),  # storage
-        STORED, i64[2], i64[1],  # weights, matrices, end_matrices
+        STORED, STORED, STORED, i64[2], i64[1],  # weights .. end_matrices
         f32[1], i64[2], f32[1],  # vectors, vector_offsets, last_norm
         f32[2], f32[2], i64[2], i64[1],  # cos, sin, items, sizes
         i64[2], i64[2], i64[2], f32[2],  # runs, logit_runs, adapters, lowered
@@ -122,6 +121,8 @@ def segment_kernel(
         extras,  # see EXTRAS
         storage,  # [num_layers, 2, Hkv, NB, block, head_dim]: the pool
         weights,  # the weight file
+        embedding_file,  # that with the embedding, and that with the head: a draft may use its target's
+        head_file,
         matrices,  # [layers of the segment, matrices of a layer] bytes into it
         end_matrices,  # [2]
         vectors,  # norms and biases of all layers, concatenated
@@ -147,10 +148,10 @@ def segment_kernel(
         keys, values = k.reshape(num_rows, kv_width), v.reshape(num_rows, kv_width)
         crew, file, inputs = (thread, num_threads, barrier, num_rows > SHARED_ROWS), (weights, vectors, strip), normed
         if is_head:
-            embedded, inputs, embedding_file = extras
+            embedded, inputs = extras
             embed(embedding_code, embedded, token_ids, embedding_file, end_matrices[EMBEDDING], crew)
         elif first_layer == 0:
-            embed(embedding_code, hidden, token_ids, weights, end_matrices[EMBEDDING], crew)
+            embed(embedding_code, hidden, token_ids, embedding_file, end_matrices[EMBEDDING], crew)
         for layer in range(first_layer, sizes[LAST_LAYER]):
             own, at = matrices[layer - first_layer], vector_offsets[layer - first_layer]
             is_last = layer == num_layers - 1
@@ -165,7 +166,7 @@ def segment_kernel(
             batch, rope = (block_table, cu_rows, context_lens), (positions, cos, sin, vectors, at, eps)
             attend(
                 dots, q, k, v, (storage[layer, 0], storage[layer, 1]), batch, rope, attended, items, space, scale,
-                not is_last or logit_rows.size > 0, crew, head_dim,
+                not is_last or logit_rows.size > 0, sizes[SEES_ALL], crew, head_dim,
             )  # fmt: skip
             barrier_wait(barrier, num_threads)
             if is_last:  # from here on only the logit rows matter
@@ -184,7 +185,10 @@ def segment_kernel(
                 feed_forward(code, hidden, gate, up, normed, packed, num_rows, tables, crew, file)
         if sizes[LAST_LAYER] == num_layers:
             prepare(head_code, packed, normed, hidden, last_norm, eps, num_rows, crew)
-            multiply(head_code, logits, normed, packed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew, file)
+            multiply(
+                head_code, logits, normed, packed, end_matrices[HEAD], NO_BIAS, REPLACES, num_rows, crew,
+                (head_file, vectors, strip),
+            )  # fmt: skip
         elif has_scores:
             normalise_rows(normed, hidden, last_norm, eps, 0, num_rows)
             score_rows(head_code, exit_scores, normed, end_matrices[HEAD], candidates, crew, file)
@@ -301,9 +305,10 @@ def feed_forward(code, hidden, gate, up, normed, packed, num_rows, tables, crew,
 
 
 @inlined
-def attend(dots, q, k, v, pools, batch, rope, attended, items, space, scale, attends, crew, head_dim):
+def attend(dots, q, k, v, pools, batch, rope, attended, items, space, scale, attends, sees_all, crew, head_dim):
     """Rotates queries and keys, writes keys and values to the pool and, if `attends`, computes `attended`.
 
+    sees_all: 1 if a row also sees the rows of its sequence that are behind it, else 0.
     Tiles of one sequence read each other's rows, so all rows are written first. Without tiles, the thread that takes an
     item also writes its rows.
     """
@@ -321,9 +326,10 @@ def attend(dots, q, k, v, pools, batch, rope, attended, items, space, scale, att
         if attends:
             sequence, kv_head, first, num_rows = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
             position = context_lens[sequence] + first - cu_rows[sequence]
+            least = sees_all * (context_lens[sequence] + cu_rows[sequence + 1] - cu_rows[sequence])
             attend_item(
-                dots, q, pools[0], pools[1], block_table[sequence], position, first, num_rows, kv_head, attended, space,
-                scale, head_dim,
+                dots, q, pools[0], pools[1], block_table[sequence], position, first, num_rows, least, kv_head, attended,
+                space, scale, head_dim,
             )  # fmt: skip
         i = take_item(barrier)
 
