@@ -43,12 +43,10 @@ class Fingerprint:
     def here(cls, manifest: EngineManifest) -> Fingerprint:
         """Returns the fingerprint of this machine and an engine whose files the manifest has just verified."""
         files = {file.name: file.sha256 for file in manifest.files if file != manifest.tokenizer}
-        device = {
-            **identity_of(manifest.runtime),
-            "kv_cache_dtype": manifest.kv_cache_dtype,
-            "compute": manifest.compute,
-            "exit_layers": ",".join(map(str, manifest.exit_layers)),
-        }
+        own = {"kv_cache_dtype": manifest.kv_cache_dtype, "compute": manifest.compute}
+        device = identity_of(manifest.runtime) | own
+        if manifest.exit_layers:
+            device["exit_layers"] = ",".join(map(str, manifest.exit_layers))
         return cls(device, VERSION, files)
 
     def differences(self, other: Fingerprint) -> list[str]:
