@@ -34,9 +34,7 @@ class BuildOptions(OptionTable):
 
     target: Path = option(..., TARGET)
     output: Path = option(..., OUTPUT)
-    draft: str = option(
-        NGRAM, "Draft with this checkpoint, EAGLE-3 head or DFlash drafter, or ngram.", values="path|ngram"
-    )
+    draft: str = option(NGRAM, "Draft with this checkpoint, head or block drafter, or ngram.", values="path|ngram")
     runtime: str = option(DEFAULT_RUNTIME, "Choose the runtime; llvm is for CPUs.", values="|".join(RUNTIMES))
     exit_layers: str = option("", "Allow early exits after these target layers, as 2,4.")
     max_context: int | None = option(None, MAX_CONTEXT, unset="the models'; TensorRT: 4096")
