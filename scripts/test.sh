@@ -13,9 +13,9 @@ say "ruff"
 "$VENV/bin/ruff" format --check .
 say "pyright, beside the tests"
 "$VENV/bin/pyright" --pythonpath "$VENV/bin/python" &
-# Four workers for two cores, with one thread each: tests of servers mostly wait, and numeric libraries that use every
+# Three workers for two cores, with one thread each: tests of servers mostly wait, and numeric libraries that use every
 # core slow each other down. A file stays with one worker, so that its servers start once. Bytecode is kept, because
 # hundreds of processes start.
 export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-"$VENV/bin/python" -m pytest -n 4 --dist loadfile "$@"
+"$VENV/bin/python" -m pytest -n 3 --dist loadfile "$@"
 wait $! || die "pyright found errors, which stand above"

@@ -111,8 +111,8 @@ class LlvmBlockRunner(_FeatureRunner):
 
     def _open(self) -> None:
         self.block_size, self.mask_id = self.spec.block_size, self.spec.mask_id
-        num_bytes = stored_bytes(self.spec.hidden_size, self.mask_id + 1, self._formats[1])
-        if num_bytes > self._embedding_file.num_bytes("embedding"):
+        rows = self._embedding_file.vector("embedding", np.uint8)
+        if rows is None or rows.size < stored_bytes(self.spec.hidden_size, self.mask_id + 1, self._formats[1]):
             raise ConfigError(f"mask_id = {self.mask_id}: behind the last row of the target's embedding")
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:

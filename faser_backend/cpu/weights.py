@@ -60,10 +60,6 @@ class WeightFile:
         """Returns a tensor's offset in bytes from the beginning of the file."""
         return self._spans[name][0]
 
-    def num_bytes(self, name: str) -> int:
-        first, last = self._spans[name]
-        return last - first
-
     def vector(self, name: str, dtype: type[np.generic] = np.float32) -> np.ndarray | None:
         """Returns a tensor with one axis, or None if the file has none of that name."""
         if name not in self._spans:

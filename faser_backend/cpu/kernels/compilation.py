@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import zlib
 from collections.abc import Callable
@@ -95,9 +96,16 @@ def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     It releases the interpreter's lock. It must refer to source_stamp().
     """
     options = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    constants = [cell.cell_contents for cell in kernel.__closure__ or ()]
+    key = zlib.crc32(repr((kernel.__qualname__, constants, signature)).encode())
     with event.install_listener("numba:compile", _Compilations()):
         try:
-            return numba.njit(signature, cache=True, **options)(kernel)
+            compiled = numba.njit(cache=True, **options)(kernel)
+            with (Path(str(compiled.stats.cache_path)) / f"{key:08x}.lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the kernel and load it
+                compiled.compile(signature)
+            compiled.disable_compile()
+            return compiled
         except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
             warn_once(f"every process compiles the kernels again; set NUMBA_CACHE_DIR to a lasting directory ({error})")
             return numba.njit(signature, **options)(kernel)
