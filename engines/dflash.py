@@ -17,7 +17,6 @@ from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 from faser_backend.engines.weights import WeightSource, weight_sources
 
 SECTION = "dflash_config"
-KINDS = ("DFlash", "DSpark")  # in names of architectures: DFlash2 and DSpark are told apart, and refused
 FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # in the section or beside it; other values describe other models
     "causal": (False,),
     "is_causal": (False,),
@@ -42,7 +41,7 @@ class BlockDrafter:
 def is_dflash(config: dict[str, Any]) -> bool:
     """Returns whether a config.json describes a block drafter, of a known kind or not, rather than a decoder."""
     names = config.get("architectures")
-    return SECTION in config or (isinstance(names, list) and any(kind in str(names) for kind in KINDS))
+    return SECTION in config or (isinstance(names, list) and any(kind in str(names) for kind in ("DFlash", "DSpark")))
 
 
 def read_drafter(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> BlockDrafter:

@@ -22,6 +22,7 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
 JOIN, LAYERS = 0, 1  # segments
+SMALL_PRODUCT = 1 << 23  # multiplications that take no longer than waking a thread
 
 
 class _FeatureRunner(LlvmRunner):
@@ -47,7 +48,6 @@ class _FeatureRunner(LlvmRunner):
 
     def _open(self) -> None:
         """Opens what the draft has beside a decoder."""
-        raise NotImplementedError
 
     def _joined(self, rows: RowBatch) -> np.ndarray:
         """Returns the features of the rows, joined by `fc`: [T, hidden_size]."""
@@ -59,10 +59,11 @@ class _FeatureRunner(LlvmRunner):
         """Returns rows [T, in] @ a matrix of the file, [T, num_outputs], which the next product overwrites."""
         out = self._workspace.view("product", rows.shape[0], num_outputs)
         num_packed, matrix = packed_size(rows.shape[1], rows.shape[0]), self._weights.offset(name)
+        num_threads = 1 if rows.size * num_outputs < SMALL_PRODUCT else self.num_threads
         calls = [
-            (thread, self.num_threads, out, rows, own.view("packed", num_packed), self._weights.data, matrix,
+            (thread, num_threads, out, rows, own.view("packed", num_packed), self._weights.data, matrix,
              self._strip(thread))
-            for thread, own in enumerate(self._own)
+            for thread, own in enumerate(self._own[:num_threads])
         ]  # fmt: skip
         self._on_all_threads(self._multiply, calls)
         return out

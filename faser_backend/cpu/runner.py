@@ -276,13 +276,13 @@ class LlvmRunner:
         )
 
     def _on_all_threads(self, kernel: Kernel, calls: list[tuple]) -> None:
-        """Calls the kernel once per thread, the first time on this one; returns or raises when all have ended."""
-        for helper, call in zip(self._helpers, calls[1:], strict=True):
+        """Calls the kernel once per call, the first time on this thread; returns or raises when all have ended."""
+        for helper, call in zip(self._helpers, calls[1:], strict=False):
             helper.start(kernel, call)
         try:
             kernel(*calls[0])
         finally:
-            errors = [helper.wait() for helper in self._helpers]
+            errors = [helper.wait() for helper in self._helpers[: len(calls) - 1]]
         for error in errors:
             if error is not None:
                 raise error
