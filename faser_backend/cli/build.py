@@ -216,9 +216,8 @@ def _open_split_streams(options: BuildOptions, handles: ExitStack) -> dict[str, 
     torch.cuda.init()
     opened = open_menu(torch.cuda, torch.cuda.current_device(), load_driver)
     handles.callback(opened.close)
-    splits = opened.menu.splits if opened.choice.kind == "green_contexts" else ()
     sizes = _checkpoint_bytes(Path(options.draft)), _checkpoint_bytes(options.target)
-    offered: dict[str, Any] = {split_name(*split): split for split in best_first(splits, *sizes)}
+    offered: dict[str, Any] = {split_name(*split): split for split in best_first(opened.menu.splits, *sizes)}
     return {
         name: SplitStreams(draft.stream.cuda_stream, target.stream.cuda_stream)
         for name, (draft, target) in chosen_splits(options.splits, offered).items()

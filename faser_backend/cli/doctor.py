@@ -154,7 +154,7 @@ def _green_contexts(load_driver: LoadDriver) -> str:
     try:
         green = GreenSplits(load_driver(), 0)
     except (DriverError, ImportError) as error:
-        raise DriverError(f"{error}; draft and target share streams of two priorities, or take turns") from None
+        raise DriverError(f"{error}; draft and target take turns") from None
     names = ", ".join(f"{draft.num_sms}/{target.num_sms}" for draft, target in green.splits)
     note = f"; {green.note}" if green.note else ""
     green.close()

@@ -85,7 +85,7 @@ class CudaRuntime:
             splits, self.splits_note = (), NO_DRAFT
         elif models.draft.spec.reads_target:
             splits, self.splits_note = (), DRAFTS_IN_TURN
-        elif shares is not None and shares.choice.kind == "green_contexts":
+        elif shares is not None:
             all_splits, splits = splits, [s for s in splits if _has_profiles(models, split_name(*s))]
             if len(splits) < len(all_splits):
                 found = ", ".join(split_name(*split) for split in splits) or "none, so every step is serial"

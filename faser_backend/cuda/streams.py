@@ -1,8 +1,8 @@
-"""Shares of a GPU as streams, made by green contexts, else by stream priorities, else not at all.
+"""Shares of a GPU as streams of green contexts; without these draft and target take turns on one stream.
 
 Binding a thread to a share makes the share's stream the thread's current one, on which torch, the project's kernels and
 TensorRT queue their work. Streams of torch's pool are never destroyed; those of green contexts belong to the menu.
-torch.cuda and the driver are parameters, so the choice can be tested without a GPU.
+torch.cuda and the driver are parameters, so all of it can be tested without a GPU.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from faser_backend.cuda.green_contexts import DriverError, GreenShare, GreenSplits
 from faser_backend.device.partition import PartitionMenu, Proposed, Result, ThreadLanes, Verified, split_name
 
 _log = logging.getLogger(__name__)
-
-
-class PartitionChoice(NamedTuple):
-    """The way in which draft and target share the device, and its reason."""
-
-    kind: Literal["green_contexts", "priority_streams", "serial"]
-    reason: str
 
 
 class FirstWork:
@@ -99,10 +92,9 @@ def on_share(method: Method) -> Method:
 
 @dataclass(frozen=True, slots=True)
 class SmMenu:
-    """The shares of one GPU, and how they were made. `close` destroys green contexts; no work may run on them."""
+    """The shares of one GPU. `close` destroys green contexts; no work may run on them."""
 
     menu: PartitionMenu[SmPartition]
-    choice: PartitionChoice
     close: Callable[[], None] = lambda: None
 
     @property
@@ -114,7 +106,7 @@ class SmMenu:
 def open_menu(
     cuda: Any, device_index: int, load_driver: Callable[[], Any], first_work: Callable[[], None] = lambda: None
 ) -> SmMenu:
-    """Opens the best kind of shares that this GPU allows; logs the kind and the reason.
+    """Opens the shares of a GPU: none but the whole where it has no green contexts. The menu's note is logged.
 
     cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver. first_work: runs when a thread first
     queues on a share. The whole device has a separate stream, because the default stream synchronises with others.
@@ -122,15 +114,12 @@ def open_menu(
     num_sms = cuda.get_device_properties(device_index).multi_processor_count
     whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda, FirstWork(first_work))
     try:
-        return _logged(_green_menu(whole, GreenSplits(load_driver(), device_index), device_index))
+        opened = _green_menu(whole, GreenSplits(load_driver(), device_index), device_index)
     except (DriverError, ImportError) as error:
-        reason = f"no green contexts ({error})"
-    least, greatest = cuda.Stream.priority_range()
-    if greatest < least:
-        return _logged(_priority_menu(whole, device_index, greatest, reason))
-    reason += "; no stream priorities (the GPU has only one)"
-    note = f"{num_sms} SMs: draft and target run in turn ({reason})"
-    return _logged(SmMenu(PartitionMenu(whole, (), note), PartitionChoice("serial", reason)))
+        note = f"{num_sms} SMs: draft and target run in turn, for want of green contexts ({error})"
+        opened = SmMenu(PartitionMenu(whole, (), note))
+    _log.log(logging.INFO if opened.menu.splits else logging.WARNING, "GPU partitions: %s", opened.menu.note)
+    return opened
 
 
 def _green_menu(whole: SmPartition, green: GreenSplits, device_index: int) -> SmMenu:
@@ -144,25 +133,7 @@ def _green_menu(whole: SmPartition, green: GreenSplits, device_index: int) -> Sm
     names = ", ".join(split_name(*split) for split in splits)
     reason = f"{green.num_sms} SMs in groups of {green.group_sms}" + (f"; {green.note}" if green.note else "")
     note = f"{whole.size} SMs: in turn on all, or green contexts {names} ({reason})"
-    return SmMenu(PartitionMenu(whole, splits, note), PartitionChoice("green_contexts", reason), green.close)
-
-
-def _priority_menu(whole: SmPartition, device_index: int, greatest: int, reason: str) -> SmMenu:
-    """Makes shares that may both use every SM.
-
-    The draft has the higher priority: its kernels are short and would otherwise queue behind the target's blocks.
-    """
-    cuda = whole.cuda
-    draft = SmPartition("draft", whole.size, cuda.Stream(device_index, priority=greatest), cuda, whole.first_work)
-    target = SmPartition("target", whole.size, cuda.Stream(device_index, priority=0), cuda, whole.first_work)
-    note = f"{whole.size} SMs: in turn, or at once on streams of two priorities ({reason})"
-    return SmMenu(PartitionMenu(whole, ((draft, target),), note), PartitionChoice("priority_streams", reason))
-
-
-def _logged(menu: SmMenu) -> SmMenu:
-    level = logging.INFO if menu.choice.kind == "green_contexts" else logging.WARNING
-    _log.log(level, "GPU partitions: %s (%s)", menu.choice.kind, menu.choice.reason)
-    return menu
+    return SmMenu(PartitionMenu(whole, splits, note), green.close)
 
 
 class StreamLanes:

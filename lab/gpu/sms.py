@@ -54,7 +54,7 @@ def run(context: Context) -> Result:
         raise RuntimeError(f"device = {context.device!r}: torch {torch.__version__} sees no GPU")
     torch.zeros(1, device="cuda")  # the primary context, which green contexts keep alive
     menu = open_menu(torch.cuda, 0, load_driver)
-    found: Result = {"kind": menu.choice.kind, "note": menu.menu.note, "splits": []}
+    found: Result = {"note": menu.menu.note, "splits": []}
     try:
         found["whole"] = _share_result(menu.menu.whole)
         del found["whole"]["seen"]

@@ -55,7 +55,7 @@ def test_a_gpu_and_its_shares() -> None:
 def test_why_there_are_no_green_contexts_and_what_comes_instead(driver: FakeDriver, reason: str) -> None:
     finding = found_with(driver)["green contexts"]
     assert not finding.is_ok and not finding.is_needed
-    assert finding.detail == f"{reason}; draft and target share streams of two priorities, or take turns"
+    assert finding.detail == f"{reason}; draft and target take turns"
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def names_of(green: GreenSplits) -> list[str]:
     return [f"{draft.num_sms}/{target.num_sms}" for draft, target in green.splits]
 
 
-def open_faked(driver: FakeDriver, cuda: FakeCuda | None = None, **options: Any) -> SmMenu:
-    return open_menu(cuda or FakeCuda(len(driver.device.sms), **options), 0, lambda: driver)
+def open_faked(driver: FakeDriver, cuda: FakeCuda | None = None) -> SmMenu:
+    return open_menu(cuda or FakeCuda(len(driver.device.sms)), 0, lambda: driver)
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_a_failure_at_any_call_leaves_nothing_open(fails_at: tuple[str, int]) ->
     with pytest.raises(DriverError, match=f"{fails_at[0]}: CUDA_ERROR_OUT_OF_MEMORY"):
         GreenSplits(driver, 0)
     assert not driver.contexts and not driver.streams
-    menu = open_faked(FakeDriver(fails_at=fails_at))
-    assert menu.choice.kind == "priority_streams" and fails_at[0] in menu.choice.reason
+    menu = open_faked(FakeDriver(fails_at=fails_at)).menu
+    assert not menu.splits and fails_at[0] in menu.note
 
 
 def test_a_failure_to_destroy_one_share_still_destroys_the_others() -> None:
@@ -156,34 +156,25 @@ class TestChoice:
         caplog.set_level(logging.INFO)
         driver = FakeDriver(132, 8)
         menu = open_faked(driver)
-        assert menu.choice == ("green_contexts", "132 SMs in groups of 8")
         assert [split_name(*split) for split in menu.menu.splits] == ["8/124", "16/116", "32/100", "64/68"]
         assert menu.menu.whole.size == 132 and menu.menu.whole.stream.cuda_stream not in (0, *driver.streams)
         assert {share.stream.cuda_stream for split in menu.menu.splits for share in split} == set(driver.streams)
-        assert "GPU partitions: green_contexts (132 SMs in groups of 8)" in caplog.text
+        assert "GPU partitions: 132 SMs: in turn on all, or green contexts 8/124" in caplog.text
         menu.close()
         assert not driver.contexts
 
-    def test_without_them_two_priorities_share_all_sms(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_without_them_every_step_is_serial(self, caplog: pytest.LogCaptureFixture) -> None:
         menu = open_faked(FakeDriver(version=12000))
-        ((draft, target),) = menu.menu.splits
-        assert menu.choice.kind == "priority_streams" and "CUDA driver 12000" in menu.choice.reason
-        assert (draft.size, target.size) == (132, 132) and draft.stream.priority == -5 < target.stream.priority
-        assert len({draft.stream, target.stream, menu.menu.whole.stream}) == 3
+        assert not menu.menu.splits and "CUDA driver 12000" in menu.menu.note
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         menu.close()
-
-    def test_without_priorities_every_step_is_serial(self) -> None:
-        menu = open_faked(FakeDriver(version=12000), priorities=(0, 0))
-        assert menu.choice.kind == "serial" and not menu.menu.splits
-        assert "CUDA driver 12000" in menu.menu.note and "priorities" in menu.menu.note
 
     def test_without_cuda_python_the_reason_is_its_absence(self) -> None:
         def missing() -> Any:
             raise ImportError("No module named 'cuda'")
 
-        menu = open_menu(FakeCuda(), 0, missing)
-        assert menu.choice.kind == "priority_streams" and "No module named 'cuda'" in menu.choice.reason
+        menu = open_menu(FakeCuda(), 0, missing).menu
+        assert not menu.splits and "No module named 'cuda'" in menu.note
 
 
 def test_a_share_binds_threads_and_lends_itself() -> None:

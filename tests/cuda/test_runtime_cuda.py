@@ -237,11 +237,10 @@ class TestOnSharesOfAFakedGpu:
         _, models = pair_of(torch_engine)
         buckets = tuple(BucketSpec("decode", {}, name) for name in ("", *names))
         compiled = [replace(m, segments=tuple(replace(s, buckets=buckets) for s in m.segments)) for m in models]
-        for version in (13000, 12000):  # without green contexts, streams of two priorities may use any profile
-            shares = open_menu(FakeCuda(), 0, lambda version=version: FakeDriver(version=version))
-            programs, pair = TorchPrograms(no_weights), ModelPair(*compiled)
-            found = CudaRuntime(CPU, programs, pair, BLOCK_SIZE, dtype="fp32", shares=shares).splits
-            assert {split_name(*split) for split in found} == ({*names} if version == 13000 else {"132/132"})
+        shares = open_menu(FakeCuda(), 0, FakeDriver)
+        programs, pair = TorchPrograms(no_weights), ModelPair(*compiled)
+        found = CudaRuntime(CPU, programs, pair, BLOCK_SIZE, dtype="fp32", shares=shares).splits
+        assert {split_name(*split) for split in found} == {*names}
         assert ("so every step is serial (the engines have no profiles" in caplog.text) == (names == ())
         assert ("faser build --splits" in caplog.text) == (len(names) < 4)
 

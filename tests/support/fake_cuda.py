@@ -158,10 +158,9 @@ class FakeDriver:
 class FakeStream:
     """A stream. `past` holds all that is ordered before its next work."""
 
-    def __init__(self, handle: int, priority: int = 0) -> None:
+    def __init__(self, handle: int) -> None:
         self.cuda_stream = handle
         self.device_index = 0
-        self.priority = priority
         self.past: frozenset[int] = frozenset()
 
     def wait_event(self, event: FakeEvent) -> None:
@@ -191,9 +190,9 @@ class Use(NamedTuple):
 
 
 class FakeCuda:
-    """The parts of torch.cuda that shares use. priorities: (least, greatest) of the GPU."""
+    """The parts of torch.cuda that shares use."""
 
-    def __init__(self, num_sms: int = 132, priorities: tuple[int, int] = (0, -5)) -> None:
+    def __init__(self, num_sms: int = 132) -> None:
         self._num_sms = num_sms
         self.handles = count(1)
         self._local = threading.local()
@@ -204,12 +203,8 @@ class FakeCuda:
         cuda = self
 
         class Stream(FakeStream):
-            def __init__(self, device: int, priority: int = 0) -> None:
-                super().__init__(next(cuda.handles), priority)
-
-            @staticmethod
-            def priority_range() -> tuple[int, int]:
-                return priorities
+            def __init__(self, device: int) -> None:
+                super().__init__(next(cuda.handles))
 
         self.Stream = Stream
         self.Event = FakeEvent
