@@ -7,6 +7,7 @@ marks them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -15,30 +16,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.text import Text
+
 from faser_backend.cli.options import CHAT, JSON, SYSTEM, SamplingOptions, parse_integers, takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import ConfigError, RequestError
 from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
     from faser_backend.api.batch import Prompt
     from faser_backend.api.llm import LLM
-    from faser_backend.api.outputs import RequestOutput
+    from faser_backend.api.outputs import CompletionOutput, RequestOutput
     from faser_backend.api.params import SamplingParams
     from faser_backend.core.decision import Score
     from faser_backend.core.record import StepRecord
-import contextlib
-from typing import TYPE_CHECKING
-
-from rich.console import Console
-from rich.text import Text
-
-from faser_backend.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from faser_backend.api.llm import LLM
-    from faser_backend.api.outputs import CompletionOutput, RequestOutput
-    from faser_backend.api.params import SamplingParams
 
 
 class GenerateOptions(OptionTable):

@@ -142,9 +142,8 @@ def useful_splits(
 
 def cpu_identity() -> dict[str, str | int]:
     """Returns the facts that determine the time of calls: processor, number of cores, compiler, matrix units."""
-    from faser_backend.cpu.kernels.matrix_units import (
-        find_matrix_units,  # not above: it loads numba, which GPUs' runtimes do without
-    )
+    # Not above: it loads numba, which other runtimes do not need.
+    from faser_backend.cpu.kernels.matrix_units import find_matrix_units
 
     versions = {name: version(name) for name in ("numba", "llvmlite")}
     units = find_matrix_units()[1]

@@ -88,10 +88,6 @@ class NumpySampler:
         self._rules = LogitRules(vocab_size)
         self.failures: dict[int, Failure] = {}  # by slot; lanes may add one at the same time
         self.parameters = SlotParameters(vocab_size, max_num_seqs)  # read-only for others
-        # Counts over active slots choose the path of a whole batch without reading its rows.
-        self._num_active = 0
-        self._num_random = 0
-        self._num_special = 0
 
     def add(
         self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
@@ -102,7 +98,6 @@ class NumpySampler:
         rules = (slot, sampling, token_ids, num_prompt_tokens, end_ids)
         has_rules = self._noting_failure(slot, False, self._rules.add, *rules)
         self.parameters.add(slot, sampling, has_rules=has_rules)
-        self._count()
 
     def remove(self, slot: int) -> None:
         if not self.parameters.is_active[slot]:
@@ -110,7 +105,6 @@ class NumpySampler:
         self._rules.remove(slot)
         self.failures.pop(slot, None)
         self.parameters.remove(slot)
-        self._count()
 
     def append(self, slot: int, tokens: list[int]) -> None:
         if self.parameters.has_rules[slot]:
@@ -158,11 +152,10 @@ class NumpySampler:
 
         It ignores rules and filters, because it predicts a token and draws none, and reads only what `add` wrote.
         """
-        if with_noise and self._num_random:
-            slots = rows.slots
-            known = self.parameters
+        slots, known = rows.slots, self.parameters
+        if with_noise and known.is_random[slots].any():
             temperature = np.where(known.is_random[slots], 1.0 / known.inverse_temperature[slots], np.float32(0.0))
-            log_exponentials = self._noise.log_exponentials_at(self.parameters.keys[slots], rows.positions, candidates)
+            log_exponentials = self._noise.log_exponentials_at(known.keys[slots], rows.positions, candidates)
             scores = scores - temperature[:, None] * log_exponentials
         return scores[:, 0] - scores[:, 1:].max(axis=1)
 
@@ -198,20 +191,10 @@ class NumpySampler:
     def check_integrity(self) -> None:
         self.parameters.check_integrity()
         self._rules.check_integrity(set(np.flatnonzero(self.parameters.is_active).tolist()))
-        counts = (self._num_active, self._num_random, self._num_special)
-        self._count()
-        assert counts == (self._num_active, self._num_random, self._num_special)
-
-    def _count(self) -> None:
-        self._num_active = int(np.count_nonzero(self.parameters.is_active))
-        self._num_random = int(np.count_nonzero(self.parameters.is_random))
-        self._num_special = int(np.count_nonzero(self.parameters.is_special))
 
     def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """Returns scores [R, V] whose argmax is each row's token: `logits` itself if all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
-        if not self._num_special:
-            return self._perturbed(logits, slots, positions)
         is_special = self.parameters.is_special[slots]
         special = np.flatnonzero(is_special)
         if special.size == 0:
@@ -229,23 +212,16 @@ class NumpySampler:
 
     def _perturbed(self, logits: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Returns the scores [R, V] of plain rows: `logits` itself if all are greedy."""
-        if self._num_random == 0:
+        random = np.flatnonzero(self.parameters.is_random[slots])
+        if random.size == 0:
             return logits
-        if self._num_random == self._num_active:
-            random = None
-        else:
-            random = np.flatnonzero(self.parameters.is_random[slots])
-            if random.size == 0:
-                return logits
         scores = logits * self.parameters.inverse_temperature[slots, None]
         self._subtract_noise(scores, random, slots, positions)
         return scores
 
-    def _subtract_noise(
-        self, scores: np.ndarray, random: np.ndarray | None, slots: np.ndarray, positions: np.ndarray
-    ) -> None:
-        """Subtracts noise in place from scores [n, V] of slots [n], in rows `random` (None = all)."""
-        if random is None or random.size == slots.size:
+    def _subtract_noise(self, scores: np.ndarray, random: np.ndarray, slots: np.ndarray, positions: np.ndarray) -> None:
+        """Subtracts noise in place from scores [n, V] of slots [n], in rows `random`."""
+        if random.size == slots.size:
             scores -= self._noise.log_exponentials(self.parameters.keys[slots], positions)
         elif random.size:
             scores[random] -= self._noise.log_exponentials(self.parameters.keys[slots[random]], positions[random])

@@ -215,9 +215,8 @@ def best_first(splits: Iterable[tuple[Share, Share]], draft_bytes: int, target_b
     return sorted(splits, key=rank)
 
 
-def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:
+def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime:
     """Opens the GPU runtime of an engine directory. Raises ConfigError or FaserError if it cannot run here."""
-    del config  # no option concerns a GPU
     has_gpu = prepare_cuda()
     if manifest.runtime_spec.tensorrt and not has_gpu:
         raise ConfigError(

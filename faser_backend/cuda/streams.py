@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar, cast
 
+from faser_backend.core.ports import Proposed, Verified
 from faser_backend.cuda.green_contexts import DriverError, GreenShare, GreenSplits
-from faser_backend.device.partition import PartitionMenu, Proposed, Result, ThreadLanes, Verified, split_name
+from faser_backend.device.partition import PartitionMenu, Result, ThreadLanes, split_name
 
 _log = logging.getLogger(__name__)
 

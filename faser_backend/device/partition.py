@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import Proposed, Verified
 
 
 class ComputePartition(Protocol):
@@ -35,6 +36,7 @@ class ComputePartition(Protocol):
 
 
 Share = TypeVar("Share", bound=ComputePartition)
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +96,6 @@ def draft_sizes(count: int) -> list[int]:
 def split_name(draft: ComputePartition, target: ComputePartition) -> str:
     """Returns the name of a split: "draft share/target share", in cores or SMs."""
     return f"{draft.size}/{target.size}"
-
-
-Result = TypeVar("Result")
-Verified = TypeVar("Verified")
-Proposed = TypeVar("Proposed")
 
 
 class ThreadLanes:

@@ -103,19 +103,10 @@ class NgramProposer:
     main_source = "ngram"
     max_lag = sys.maxsize  # it reads what it has not seen in microseconds
 
-    def __init__(
-        self,
-        times: PhaseTimes,
-        vocab_size: int,
-        *,
-        keeps_probs: bool,
-        min_match: int = MIN_MATCH,
-        max_match: int = MAX_MATCH,
-    ) -> None:
+    def __init__(self, times: PhaseTimes, vocab_size: int, *, keeps_probs: bool) -> None:
         self.times = times
         self._vocab_size = vocab_size
         self._keeps_probs = keeps_probs
-        self._match_lengths = min_match, max_match
         self._indexes: dict[Sequence, NgramIndex] = {}
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
@@ -167,7 +158,7 @@ class NgramProposer:
         """The sequence's index, which has read `stop` tokens at least."""
         index = self._indexes.get(sequence)
         if index is None:
-            index = self._indexes[sequence] = NgramIndex(*self._match_lengths)
+            index = self._indexes[sequence] = NgramIndex(MIN_MATCH, MAX_MATCH)
         if len(index) < stop:
             index.extend(sequence.token_ids[len(index) : stop].tolist())
         return index

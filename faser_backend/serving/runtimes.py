@@ -46,7 +46,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
             f"runtime = {spec.name!r}: needs torch and Triton-language; "
             f"pip install 'faser-backend[{spec.extra}]' ({error})"
         ) from error
-    return open_cuda_runtime(engine_dir, manifest, config)
+    return open_cuda_runtime(engine_dir, manifest)
 
 
 def check_kernel_compiler() -> str:

@@ -270,7 +270,7 @@ class TestWhatCannotRun:
         manifest = EngineManifest.load(torch_engine)
         for runtime in ("tensorrt", "tensorrt_rtx"):
             with pytest.raises(ConfigError, match=f"runtime = '{runtime}': torch .* sees no CUDA device"):
-                open_cuda_runtime(torch_engine, replace(manifest, runtime=runtime), EngineConfig())
+                open_cuda_runtime(torch_engine, replace(manifest, runtime=runtime))
 
     def test_a_runtime_whose_library_is_missing_names_the_extra(self, torch_engine: Path) -> None:
         code = (

@@ -19,7 +19,6 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from faser_backend.core.config import EngineConfig
 from faser_backend.cuda.runtime import CudaRuntime, open_on_device
 from faser_backend.cuda.tensorrt_programs import EngineFile, ProfileRange, TensorRtPrograms
 from faser_backend.device.runtime import ModelPair
@@ -207,7 +206,7 @@ def graphs_are_engines(patch: pytest.MonkeyPatch) -> None:
     def write_graph(self: TensorRtCompiler, onnx_path: Path, segment: Any, buckets: Any, path: Path) -> None:
         path.write_bytes(onnx.load(onnx_path).SerializeToString())
 
-    def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> CudaRuntime:
+    def open_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime:
         models = ModelPair(manifest.target, manifest.draft)
         return open_on_device(OrtPrograms(engine_dir, models), models, manifest.kv_block_size, dtype=manifest.dtype)
 
