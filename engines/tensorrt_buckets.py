@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import BucketSpec, TensorSpec
 
 DEFAULT_MAX_CONTEXT = 4096
@@ -36,15 +35,6 @@ class CallLimits:
     max_num_seqs: int = 32
     max_context: int | None = None
     max_prefill_tokens: int = 256
-
-    def __post_init__(self) -> None:
-        for name, value, most in (
-            ("max_num_seqs", self.max_num_seqs, 1024),
-            ("max_context", self.max_context, MAX_ELEMENTS),
-            ("max_prefill_tokens", self.max_prefill_tokens, 65536),
-        ):
-            if value is not None and not 1 <= value <= most:
-                raise CheckpointError(f"{name} = {value}: must lie in [1, {most}]")
 
     def apply(self, spec: ModelSpec) -> ModelSpec:
         """Returns the spec with the context that its engines accept."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from faser_backend.cli.options import MAX_CONTEXT, OUTPUT, STORAGE, TARGET, TENSORRT, parse_integers, takes
-from faser_backend.core.config import OptionTable, option
+from faser_backend.core.config import MAX_NUM_SEQS, OptionTable, option
 from faser_backend.core.errors import ConfigError
 from faser_backend.files import shown
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
@@ -37,7 +37,7 @@ class BuildOptions(OptionTable):
     draft: str = option(NGRAM, "Draft with this checkpoint, head or block drafter, or ngram.", values="path|ngram")
     runtime: str = option(DEFAULT_RUNTIME, "Choose the runtime; llvm is for CPUs.", values="|".join(RUNTIMES))
     exit_layers: str = option("", "Allow early exits after these target layers, as 2,4.")
-    max_context: int | None = option(None, MAX_CONTEXT, unset="the models'; TensorRT: 4096")
+    max_context: int | None = option(None, MAX_CONTEXT, unset="the models'; TensorRT: 4096", ge=MIN_CONTEXT)
     dtype: str = option("fp32", "Compute in this format; CPUs need fp32.", STORAGE, values="fp32|fp16|bf16")
     weights: str | None = option(
         None,
@@ -64,9 +64,16 @@ class BuildOptions(OptionTable):
         values="fp32|fp16",
         unset="fp16 for 16-bit checkpoints if this CPU converts it, else fp32",
     )
-    max_num_seqs: int | None = option(None, "Compile for at most this many sequences per call.", TENSORRT, unset="32")
+    max_num_seqs: int | None = option(
+        None, "Compile for at most this many sequences per call.", TENSORRT, unset="32", ge=1, le=MAX_NUM_SEQS
+    )
     max_prefill_tokens: int | None = option(
-        None, "Compile for at most this many prompt tokens per call.", TENSORRT, unset="1024; TensorRT-RTX 256"
+        None,
+        "Compile for at most this many prompt tokens per call.",
+        TENSORRT,
+        unset="1024; TensorRT-RTX 256",
+        ge=1,
+        le=65536,
     )
     compute_capability: str = option("", "Compile TensorRT-RTX engines for these GPUs, as 8.9,12.0.", TENSORRT)
 
@@ -85,8 +92,6 @@ class BuildOptions(OptionTable):
         _check_source("--target", str(self.target))
         if self.draft != NGRAM:
             _check_source("--draft", self.draft)
-        if self.max_context is not None and self.max_context < MIN_CONTEXT:
-            raise ConfigError(f"--max-context = {self.max_context}: must be at least {MIN_CONTEXT} tokens")
         compiled = [name for name, spec in RUNTIMES.items() if spec.tensorrt]
         for name in ("max_num_seqs", "max_prefill_tokens", "compute_capability"):
             if (value := getattr(self, name)) not in (None, "") and self.runtime not in compiled:

@@ -269,9 +269,8 @@ class _Profiler:
 
     def _cases(self, effort: Effort) -> dict[str, list[Case]]:
         rng, names = np.random.default_rng(SEED), dict.fromkeys(share.model for share in self.shares)
-        kinds = {
-            name: TARGET if drafts_blocks(self.manifest) else name for name in names
-        }  # blocks are like verifications
+        are_blocks = drafts_blocks(self.manifest)  # which are like verifications
+        kinds = {name: TARGET if are_blocks else name for name in names}
         return {name: choose_cases(kinds[name], self.models.max_context, rng, effort.case_share) for name in names}
 
     def _estimate_s(self, effort: Effort) -> float:

@@ -19,8 +19,6 @@ import sys
 import sysconfig
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ from faser_backend.places import GPU_DEVICE, MODEL_REPO, MODEL_REPO_LLMAPI, PACK
 from faser_backend.serving.parameters import ServeOptions, check_host, grpc_tls_options, restriction_options
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 from faser_backend.serving.request_reports import forward_options
-from faser_backend.triton.admin import AdminError, Administration
+from faser_backend.triton.admin import AdminError, Administration, fetch
 from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
 from faser_backend.triton.model_configs import known_keys, launch_text
 
@@ -153,13 +151,12 @@ class TritonServer:
         self._reader = threading.Thread(target=self._read_log, name="server-log", daemon=True)
         self._reader.start()
 
-    def wait_ready(self, timeout_s: float | None = None, *, should_stop: Callable[[], bool] = lambda: False) -> None:
+    def wait_ready(self, *, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Waits until the server is ready, or until should_stop returns true.
 
-        Raises ConfigError with the reason from the log if the server ends, or takes longer than
-        timeout_s, by default --start-timeout.
+        Raises ConfigError with the reason from the log if the server ends, or takes longer than --start-timeout.
         """
-        timeout_s = self.options.start_timeout if timeout_s is None else timeout_s
+        timeout_s = self.options.start_timeout
         url = f"http://{self.options.host}:{self.options.http_port}/v2/health/ready"
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and not should_stop():
@@ -171,10 +168,10 @@ class TritonServer:
                 self._launch_folder.clear_shared_memory()
                 self._start()
             try:
-                with urllib.request.urlopen(url, timeout=1):
-                    self._is_ready = True
-                    return
-            except (urllib.error.URLError, OSError):
+                fetch(url, 1.0)
+                self._is_ready = True
+                return
+            except OSError:
                 time.sleep(0.1)
         if not should_stop():
             raise ConfigError(f"not ready within --start-timeout {timeout_s:.0f} s: {self.failure_reason()}")
