@@ -152,7 +152,10 @@ class ThroughputPolicy:
     def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
         """Returns the time in which the draft reads what it has missed; infinity if no request may draft."""
         lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
-        return float(self.costs.call_us(DRAFT, WHOLE, sum(lags), len(lags), self._context)) if lags else math.inf
+        if not lags:
+            return math.inf
+        rows, size = sum(lags), len(lags)
+        return float(self.costs.call_us(DRAFT, WHOLE, rows, size, self._context, num_logit_rows=size))
 
     def _consider_exploring(self, sequences: Sequence[RunningSequence], chosen: Score) -> None:
         """Explores drafting while decoding plainly, and plain decoding while drafting."""

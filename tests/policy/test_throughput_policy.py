@@ -19,7 +19,7 @@ from faser_backend.policy.candidates import FLOORS, ChainYield, means_of, scores
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
-from faser_backend.policy.throughput_policy import ThroughputPolicy
+from faser_backend.policy.throughput_policy import MIN_INTERVAL, ThroughputPolicy
 from tests.support.harness import guessed, request, step_record
 
 SERIAL = PipelineMode.SERIAL
@@ -153,6 +153,18 @@ def test_a_growing_batch_is_weighed_at_the_size_that_it_will_have():
     assert len(joined.decide(sequences(1), num_prefilling=31).num_draft_tokens) == 1
     assert alone.chosen is not None and joined.chosen is not None
     assert joined.chosen.num_tokens > 16 * alone.chosen.num_tokens / 4
+
+
+def test_a_draft_that_rested_wakes_when_it_catches_up_cheaply():
+    """Only the last row of each request that a draft reads has logits."""
+    truth = costs(300.0, 5000.0, 200.0)
+    reading = replace(truth.segments[DRAFT, WHOLE][0], logit_row_us=500.0)
+    known = Knowledge(replace(truth, segments={**truth.segments, (DRAFT, WHOLE): (reading,)}))
+    policy = ThroughputPolicy(known, with_modes=False)
+    for size, mode in ((64, None), (4, SERIAL)):
+        for _ in range(MIN_INTERVAL):
+            policy.decide(sequences(size, prompt=200, max_tokens=200))
+        assert policy.chosen is not None and policy.chosen.mode is mode
 
 
 # -- expected values of chains ------------------------------------------------------------------------------
