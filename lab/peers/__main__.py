@@ -20,7 +20,7 @@ from faser_backend.core.errors import FaserError
 from faser_backend.lab.checks.compare import measure_loads, one_after_the_other, write
 from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, integers, make_parser
 from faser_backend.lab.peers.files import ModelFiles, model_files, profile, smollm2
-from faser_backend.lab.peers.programs import PIECES, Setting, ours
+from faser_backend.lab.peers.programs import PIECES, Setting, ours, started
 from faser_backend.lab.prompts import PromptSet
 from faser_backend.serving.processes import terminable
 from faser_backend.text.prompts import read_prompts
@@ -64,7 +64,7 @@ def measure_piece(
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
         setting = Setting(files, piece.weights, folder, args.threads, max(integers(args.clients)), longest)
-        peers = piece.start_all(stack, setting)
+        peers = started(stack, setting, piece.start, piece.modes)
         runs = ours(stack, setting) | peers
         return measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name), (
             f"- `{name}`: {piece.described()}"
@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> None:
     """Measures piece by piece. After an interrupt or a failure, the files hold the pieces measured before."""
     args = parse(argv)
     notes = [
-        f"{args.threads} threads each; ours through Triton, others given its token ids; prefix reuse is off for all. "
+        f"{args.threads} threads each; all are given the same token ids; ours by its OpenAI port; prefix reuse is off. "
         "Ours stores 16-bit weights as bf16 and multiplies in bf16."
     ]
     rows: list[dict[str, Any]] = []

@@ -1,8 +1,7 @@
 """Other programs as data, started, asked with token ids and stopped: HTTP servers, and libraries in processes.
 
 A program's processes form one group, which is halted while others run: threads of some libraries spin while they wait,
-which would take cores from the measured program. All are given the same token ids; ours goes through Triton, which is
-sent the messages from which these ids were made.
+which would take cores from the measured program. All are given the same token ids.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,15 +25,7 @@ import aiohttp
 from tokenizers import Tokenizer
 
 from faser_backend.lab.answers import Answer, Job
-from faser_backend.lab.checks.servers import (
-    START_TIMEOUT_S,
-    STOP_TIMEOUT_S,
-    LoadClient,
-    Run,
-    ServerProcess,
-    free_ports,
-    serve_all,
-)
+from faser_backend.lab.checks.servers import START_TIMEOUT_S, STOP_TIMEOUT_S, Run, ServerProcess, free_ports
 from faser_backend.lab.peers.files import ModelFiles
 from faser_backend.lab.places import PEERS, ROOT
 from faser_backend.manifest import EngineManifest
@@ -193,10 +184,27 @@ class Llama(HttpPeer):
         return event["content"], bool(event.get("stop"))
 
 
-class Vllm(HttpPeer):
-    """vLLM's OpenAI server on a checkpoint in Hugging Face's format."""
+class OpenAiPeer(HttpPeer):
+    """A server with OpenAI's API that names its model "target"."""
 
     path = "/v1/completions"
+
+    def body(self, job: Job) -> dict[str, Any]:
+        own = {"model": "target", "top_p": 1.0, "top_k": -1, "stream_options": {"include_usage": True}}
+        return body_of(job) | {"max_tokens": job.max_tokens} | own
+
+    def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
+        if event.get("usage"):
+            answer.num_tokens = event["usage"]["completion_tokens"]
+        if drafts := event.get("metrics", {}).get("speculative_decoding"):  # ours alone says it
+            answer.num_drafted, answer.num_accepted = drafts["num_draft_tokens"], drafts["num_accepted_draft_tokens"]
+        for choice in event["choices"]:
+            return choice["text"], choice["finish_reason"] is not None
+        return "", False
+
+
+class Vllm(OpenAiPeer):
+    """vLLM on a checkpoint in Hugging Face's format."""
 
     def __init__(self, setting: Setting, name: str, options: Sequence[str]) -> None:
         (port,) = free_ports(1)
@@ -209,16 +217,18 @@ class Vllm(HttpPeer):
             VLLM_CPU_OMP_THREADS_BIND="nobind",  # threads are not pinned, as for all others
         )  # fmt: skip
 
-    def body(self, job: Job) -> dict[str, Any]:
-        own = {"model": "target", "top_p": 1.0, "top_k": -1, "stream_options": {"include_usage": True}}
-        return body_of(job) | {"max_tokens": job.max_tokens} | own
 
-    def take(self, event: dict[str, Any], answer: Answer) -> tuple[str, bool]:
-        if event.get("usage"):
-            answer.num_tokens = event["usage"]["completion_tokens"]
-        for choice in event["choices"]:
-            return choice["text"], choice["finish_reason"] is not None
-        return "", False
+class Ours(OpenAiPeer):
+    """`faser serve` on an engine directory."""
+
+    def __init__(self, setting: Setting, name: str, options: Sequence[str]) -> None:
+        names = ("--openai-port", "--http-port", "--grpc-port", "--metrics-port")
+        ports = free_ports(len(names))
+        given = [word for name, port in zip(names, ports, strict=True) for word in (name, port)]
+        command = [sys.executable, "-m", "faser_backend.cli", "serve", "--model-name", "target", *given]
+        # Prompts recur in every repeat: without reuse each answer includes its prefill.
+        command += ["--no-prefix-reuse", "--speculation-metrics", "--num-threads", setting.threads, *options]
+        super().__init__(command, ports[0], setting.log(name))
 
 
 class OpenVino:
@@ -272,20 +282,29 @@ class OpenVino:
         stop(self.process)
 
 
+Start = Callable[[Setting, str, Sequence[str]], Any]  # a contestant of this name and options
+
+
+def started(stack: ExitStack, setting: Setting, start: Start, modes: Mapping[str, Sequence[str]]) -> dict[str, Run]:
+    """Starts a contestant for each mode, by name; the stack stops them."""
+    found: dict[str, Run] = {}
+    for name, options in modes.items():
+        peer = start(setting, name, options)
+        stack.callback(peer.stop)
+        found[name] = peer.run
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A peer, measured beside ours with the same weights.
-
-    modes: options of its contestants by name. fallback: further options if it does not start.
-    """
+    """A peer, measured beside ours with the same weights. modes: options of its contestants by name."""
 
     weights: str
-    start: Callable[[Setting, str, Sequence[str]], Any]
+    start: Start
     modes: dict[str, Sequence[str]]
     program: Path
     installed_by: str
     note: str  # for the reader
-    fallback: tuple[str, ...] = ()
 
     def missing(self) -> str:
         """Returns why it cannot be measured here, or "" if it can."""
@@ -295,41 +314,21 @@ class Piece:
         version = self.program.with_name("version")
         return f"{self.weights} weights. {self.note}" + (f" {version.read_text().strip()}." if version.exists() else "")
 
-    def start_all(self, stack: ExitStack, setting: Setting) -> dict[str, Run]:
-        try:
-            return self._started(stack, setting, ())
-        except RuntimeError as error:
-            if not self.fallback:
-                raise
-            print(f"does not start; retrying with {' '.join(self.fallback)}: {error}", file=sys.stderr)
-            return self._started(stack, setting, self.fallback)
-
-    def _started(self, stack: ExitStack, setting: Setting, more: Sequence[str]) -> dict[str, Run]:
-        found = {}
-        for name, options in self.modes.items():
-            peer = self.start(setting, name, [*options, *more])
-            stack.callback(peer.stop)
-            found[", ".join([name, *more])] = peer.run
-        return found
-
 
 def ours(stack: ExitStack, setting: Setting) -> dict[str, Run]:
-    """Serves through Triton: without drafts, with n-grams, and with a head if there is one."""
-    # Prompts recur in every repeat: without reuse each answer includes its prefill.
-    common = ["--no-prefix-reuse", "--num-threads", str(setting.threads)]
-    plain = [*common, "--engine-dir", str(setting.engine_dir)]
-    options = {"ours": [*plain, "--policy", "none"], "ours, n-grams": [*plain, "--policy", "faser"]}
+    """Serves without drafts, with n-grams, and with a head if there is one."""
+    plain = ["--engine-dir", str(setting.engine_dir)]
+    modes = {"ours": [*plain, "--policy", "none"], "ours, n-grams": plain}
     if setting.weights in setting.files.heads:
-        head = [*common, "--engine-dir", str(setting.files.heads[setting.weights]), "--policy", "faser"]
-        options |= {"ours, head": head, "ours, head and n-grams": [*head, "--draft", "model+ngram"]}
-    return serve_all(stack, LoadClient(stack), options, setting.folder)
+        head = ["--engine-dir", str(setting.files.heads[setting.weights])]
+        modes |= {"ours, head": head, "ours, head and n-grams": [*head, "--draft", "model+ngram"]}
+    return started(stack, setting, Ours, modes)
 
 
 _INSTALL = "bash scripts/peers/install.sh "
 _LLAMA = Piece(
     "fp16", Llama, {"llama.cpp": (), "llama.cpp, n-grams": ("--spec-type", "ngram-simple")}, LLAMA, _INSTALL + "llama",
     "llama.cpp, its own HTTP server, prompt cache off.",
-    fallback=("--no-repack",),  # its repacking of integers for AMX has crashed it
 )  # fmt: skip
 PIECES = {
     "llama": _LLAMA,
