@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING
 from faser_backend import files
 from faser_backend.core.model import COMPUTES, ONE_PART, TWO_PARTS, WEIGHT_FORMATS, ModelSpec, WeightFormat
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.engines.dflash import BlockDrafter
 from faser_backend.engines.pairs import open_pair
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.engines.tokenizer_files import write_tokenizer
-from faser_backend.engines.weights import ModelWeights
-from faser_backend.engines.weights_build import ENDS, WeightsBuilder, choose_kv_cache_dtype, choose_weights
+from faser_backend.engines.weights import ENDS, ModelWeights
+from faser_backend.engines.weights_build import WeightsBuilder, choose_kv_cache_dtype, choose_weights
 from faser_backend.manifest import DTYPES, MANIFEST_FILE, EngineManifest, FileSpec, ModelEngine
 from faser_backend.plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
@@ -122,12 +121,9 @@ def build_engines(
     with _partial_directory(output) as partial:
         models: dict[str, ModelEngine] = {}
         for side, spec in specs.items():  # the target first: a head may share its embedding
-            head = pair.head if side == "draft" else None
-            if isinstance(head, BlockDrafter):
-                assert isinstance(builder, WeightsBuilder), "TensorRT has been refused"
-                models[side] = builder.write_drafter(spec, pair.weights[side], models["target"], partial)
-            elif head is not None:
-                models[side] = builder.write_head(replace(head, spec=spec), pair.weights, models["target"], partial)
+            if side == "draft" and pair.head is not None:
+                head = replace(pair.head, spec=spec)
+                models[side] = builder.write_head(head, pair.weights, models["target"], partial)
             else:
                 models[side] = builder.write_model(side, spec, pair.weights[side], cuts[side], partial)
         steps.begin("tokenizer and manifest")

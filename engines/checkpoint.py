@@ -78,6 +78,12 @@ class ConfigFields:
             choices = " or ".join(repr(choice) for choice in wanted) or "no value"
             raise self.error(name, value, f"only {choices} can be built")
 
+    def must_be_target_s(self, **wanted: int) -> None:
+        """Raises CheckpointError unless the fields of a draft are absent or equal its target's values."""
+        for name, value in wanted.items():
+            if self.values.get(name, value) not in (None, value):
+                raise self.error(name, self.values[name], f"must be the target's, {value}")
+
     def section(self, name: str) -> ConfigFields:
         """Returns a nested object, empty if the field is absent."""
         value = self._get(name, {})

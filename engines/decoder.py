@@ -20,7 +20,7 @@ import onnx
 
 from faser_backend.core.model import ModelSpec, rotary_tables
 from faser_backend.engines.arrays import FLOAT_TYPES
-from faser_backend.engines.eagle3 import Eagle3Head
+from faser_backend.engines.eagle3 import DraftHead
 from faser_backend.engines.graph import GraphBuilder, WeightStore
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.manifest import FileSpec, SegmentSpec, TensorSpec
@@ -204,7 +204,7 @@ def build_segment(
 
 
 def build_head(
-    head: Eagle3Head,
+    head: DraftHead,
     target_hidden_size: int,
     weights: ModelWeights,
     store: WeightStore,
@@ -219,6 +219,7 @@ def build_head(
     The first joins the target's hidden states [T, hidden_size] of three layers into one. The second is the layer, whose
     input `hidden` is a joined row, or its own hidden state of the previous step.
     """
+    assert head.token_ids is not None, "block drafters have been refused"
     joining, layer = (GraphBuilder(store, FLOAT_TYPES[dtype], weights) for _ in range(2))
     return (
         _join_graph(head, target_hidden_size, joining),
@@ -361,7 +362,7 @@ class _HeadBuilder(_SegmentBuilder):
         g.op("Gather", padded, g.constant("columns_of_ids", columns), axis=1, out="logits")
 
 
-def _join_graph(head: Eagle3Head, target_hidden_size: int, graph: GraphBuilder) -> SegmentGraph:
+def _join_graph(head: DraftHead, target_hidden_size: int, graph: GraphBuilder) -> SegmentGraph:
     names = [f"aux_hidden.{layer}" for layer in head.feature_layers]
     features = [graph.input(name, ("T", target_hidden_size), graph.dtype) for name in names]
     joined = graph.linear(graph.op("Concat", *features, axis=1), "fc")

@@ -16,7 +16,7 @@ from faser_backend.core.model import EAGLE3, ModelSpec
 from faser_backend.engines.checkpoint import CheckpointError, ConfigFields
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
-from faser_backend.engines.weights import WeightSource, weight_sources
+from faser_backend.engines.weights import ENDS, WeightSource, weight_sources
 
 NUM_FEATURES = 3
 LAYER_PREFIXES = ("midlayer.", "layers.0.")  # SpecForge's and vLLM's
@@ -39,13 +39,13 @@ FIXED_FIELDS: dict[str, tuple[Any, ...]] = {  # other values describe other mode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Eagle3Head:
-    """A checked head. spec: a Llama of one layer, with its target's vocabulary and context."""
+class DraftHead:
+    """A checked draft that reads its target: an EAGLE-3 head or, without token_ids, a block drafter (dflash.py)."""
 
-    spec: ModelSpec
+    spec: ModelSpec  # with the target's vocabulary and context
     feature_layers: tuple[int, ...]  # target layers whose inputs it reads, ascending
-    token_ids: np.ndarray  # [draft_vocab_size] int64: the target's id of each logit
-    sources: dict[str, WeightSource]  # "fc" first; no "embedding" if the target's is used
+    sources: dict[str, WeightSource]  # "fc" first; no "embedding" or "lm_head" where the target's is used
+    token_ids: np.ndarray | None = None  # [draft_vocab_size] int64: the target's id of each logit
 
 
 def is_eagle3(config: dict[str, Any]) -> bool:
@@ -56,7 +56,7 @@ def is_eagle3(config: dict[str, Any]) -> bool:
     )
 
 
-def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Head:
+def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> DraftHead:
     """Reads and checks config and token map of a head. target: its spec as in the checkpoint.
 
     Raises CheckpointError naming file, field or tensor, value and limit.
@@ -65,26 +65,19 @@ def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> Eagle3Hea
     for field, wanted in FIXED_FIELDS.items():
         fields.must_be(field, *wanted)
     spec = read_spec(fields)
-    for field, value, wanted in (
-        ("vocab_size", spec.vocab_size, target.vocab_size),
-        ("target_hidden_size", fields.values.get("target_hidden_size"), target.hidden_size),
-    ):
-        if value is not None and value != wanted:
-            raise fields.error(field, value, f"must be the target's, {wanted}")
-    has_embedding = "embed_tokens.weight" in checkpoint.names
-    if not has_embedding and spec.hidden_size != target.hidden_size:
+    fields.must_be_target_s(vocab_size=target.vocab_size, target_hidden_size=target.hidden_size)
+    if "embed_tokens.weight" not in checkpoint.names and spec.hidden_size != target.hidden_size:
         raise fields.error(
             "hidden_size",
             spec.hidden_size,
             f"must be the target's, {target.hidden_size}, because the head has no embedding",
         )
     num_ids = fields.count("draft_vocab_size", spec.vocab_size, default=spec.vocab_size)
-    prefix = next((p for p in LAYER_PREFIXES if f"{p}hidden_norm.weight" in checkpoint.names), LAYER_PREFIXES[0])
-    return Eagle3Head(
+    return DraftHead(
         spec=replace(spec, family=EAGLE3, max_context=target.max_context),
         feature_layers=_feature_layers(fields, target),
         token_ids=_token_ids(checkpoint, num_ids, spec.vocab_size),
-        sources=_head_sources(spec, target.hidden_size, num_ids, prefix, has_embedding=has_embedding),
+        sources=_head_sources(spec, checkpoint, target.hidden_size, num_ids),
     )
 
 
@@ -133,26 +126,29 @@ def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int)
 
 
 def _head_sources(
-    spec: ModelSpec, target_hidden_size: int, num_ids: int, prefix: str, *, has_embedding: bool
+    spec: ModelSpec, checkpoint: HuggingFaceCheckpoint, target_hidden_size: int, num_ids: int
 ) -> dict[str, WeightSource]:
-    """Returns the sources of a one-layer Llama, with other names, a qkv for rows of twice the width, num_ids rows of
-    lm_head, a norm of the hidden state, and the matrix that joins features."""
+    """Returns the sources of a one-layer Llama, with a qkv for rows of twice the width and num_ids rows of lm_head."""
+    prefix = next((p for p in LAYER_PREFIXES if f"{p}hidden_norm.weight" in checkpoint.names), LAYER_PREFIXES[0])
     hidden = spec.hidden_size
-    features = (("fc.weight", (hidden, NUM_FEATURES * target_hidden_size)),)
-    sources = {"fc": WeightSource(features, is_transposed=True)}
-    for name, source in weight_sources(spec).items():
-        parts = tuple((_head_name(part, prefix), shape) for part, shape in source.parts)
-        sources[name] = replace(source, parts=parts)
+    sources = draft_sources(spec, checkpoint, NUM_FEATURES * target_hidden_size, prefix)
     qkv = sources["layers.0.qkv"]
     doubled = tuple((part, (num_out, 2 * hidden)) for part, (num_out, _) in qkv.parts)
     sources["layers.0.qkv"] = replace(qkv, parts=doubled)
     sources["layers.0.hidden_norm"] = WeightSource(((f"{prefix}hidden_norm.weight", (hidden,)),))
-    sources["lm_head"] = WeightSource((("lm_head.weight", (num_ids, hidden)),))
-    if not has_embedding:
-        del sources["embedding"]
+    return sources | {"lm_head": WeightSource((("lm_head.weight", (num_ids, hidden)),))}
+
+
+def draft_sources(
+    spec: ModelSpec, checkpoint: HuggingFaceCheckpoint, num_inputs: int, prefix: str = "layers.0."
+) -> dict[str, WeightSource]:
+    """Returns the sources of a draft: the matrix that joins num_inputs features, the layers, the ends that it has.
+
+    prefix: of the first layer's names.
+    """
+    sources = {"fc": WeightSource((("fc.weight", (spec.hidden_size, num_inputs)),), is_transposed=True)}
+    for name, source in weight_sources(spec).items():
+        parts = tuple((p.removeprefix("model.").replace("layers.0.", prefix, 1), shape) for p, shape in source.parts)
+        if name not in ENDS or (parts[0][0] in checkpoint.names and not spec.tie_word_embeddings):
+            sources[name] = replace(source, parts=parts)
     return sources
-
-
-def _head_name(name: str, prefix: str) -> str:
-    """Renames model.layers.0.mlp.up_proj.weight -> midlayer.mlp.up_proj.weight, model.norm.weight -> norm.weight"""
-    return name.removeprefix("model.").replace("layers.0.", prefix, 1)

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, read_json
-from faser_backend.engines.dflash import BlockDrafter, is_dflash, read_drafter
-from faser_backend.engines.eagle3 import TOKEN_MAPS, Eagle3Head, is_eagle3, read_head
+from faser_backend.engines.dflash import VOCABULARIES, is_dflash, read_drafter
+from faser_backend.engines.eagle3 import TOKEN_MAPS, DraftHead, is_eagle3, read_head
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.engines.quantised_checkpoint import SECTION, QuantisedCheckpoint
@@ -37,7 +37,7 @@ class CheckpointPair:
     tokenizer: TokenizerFile  # the target's, like all that follows
     prompts: Prompts
     end_ids: tuple[int, ...]
-    head: Eagle3Head | BlockDrafter | None = None  # set if the draft reads the target's hidden states
+    head: DraftHead | None = None  # set if the draft reads the target's hidden states
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -88,12 +88,10 @@ def open_pair(
     specs = {"target": read_spec(checkpoints["target"].fields)}
     if draft is not None:
         checkpoint = checkpoints["draft"] = open_checkpoint(draft)
-        if is_eagle3(checkpoint.fields.values):
-            assert isinstance(checkpoint, HuggingFaceCheckpoint), "no other layout can describe a head"
-            head = read_head(checkpoint, specs["target"])
-        elif is_dflash(checkpoint.fields.values):
-            assert isinstance(checkpoint, HuggingFaceCheckpoint), "no other layout can describe a block drafter"
-            head = read_drafter(checkpoint, specs["target"])
+        for is_own, read in ((is_eagle3, read_head), (is_dflash, read_drafter)):
+            if head is None and is_own(checkpoint.fields.values):
+                assert isinstance(checkpoint, HuggingFaceCheckpoint), "no other layout can describe a head"
+                head = read(checkpoint, specs["target"])
         specs["draft"] = read_spec(checkpoint.fields) if head is None else head.spec
     tokenizers = {
         side: read_tokenizer(checkpoint.tokenizer_path)
@@ -106,13 +104,13 @@ def open_pair(
     sources: dict[str, dict[str, WeightSource]] = {}
     if head is not None:
         specs["target"] = replace(specs["target"], feature_layers=head.feature_layers)
-        sources["draft"] = head.sources
-        if "embedding" in head.sources:
-            head.sources["embedding"] = replace(head.sources["embedding"], num_rows=specs["draft"].vocab_size)
-        if specs["draft"].block_size:  # the mask may be a row behind those of tokens
-            num_rows = max(specs["target"].vocab_size, specs["draft"].mask_id + 1)
-            sources["target"] = weight_sources(specs["target"], joins_experts=joins_experts)
-            sources["target"]["embedding"] = replace(sources["target"]["embedding"], num_rows=num_rows)
+        sources = {"target": weight_sources(specs["target"], joins_experts=joins_experts), "draft": head.sources}
+        own = sources["draft" if "embedding" in head.sources else "target"]
+        # A block drafter's mask may be a row behind those of tokens.
+        num_rows = max(specs["target"].vocab_size, specs["draft"].mask_id + 1)
+        own["embedding"] = replace(own["embedding"], num_rows=num_rows)
+        for name in {*head.sources}.intersection(VOCABULARIES if head.token_ids is None else ()):
+            head.sources[name] = replace(head.sources[name], num_rows=specs["draft"].vocab_size)
     weights = {
         side: ModelWeights(
             checkpoint,

@@ -25,7 +25,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.engines.arrays import FLOAT_TYPES
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.decoder import SegmentGraph, build_head, build_segment
-from faser_backend.engines.eagle3 import Eagle3Head
+from faser_backend.engines.eagle3 import DraftHead
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of
 from faser_backend.engines.weights import ModelWeights
@@ -85,7 +85,7 @@ class TensorRtCompiler:
         return self._compiled(name, spec, segments, directory)
 
     def write_head(
-        self, head: Eagle3Head, weights: Mapping[str, ModelWeights], target: ModelEngine, directory: Path
+        self, head: DraftHead, weights: Mapping[str, ModelWeights], target: ModelEngine, directory: Path
     ) -> ModelEngine:
         """Compiles a draft head. It gets the target's embedding if it has none."""
 

@@ -16,6 +16,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.engines.checkpoint import Checkpoint, CheckpointError
 
 Shape = tuple[int, ...]
+ENDS: tuple[str, str] = ("embedding", "lm_head")  # matrices outside the layers, [vocab_size, hidden_size]
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers of old checkpoints, which are computed, not learned
 
 

@@ -21,12 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.model import ModelSpec, WeightFormat
+from faser_backend.core.model import DFLASH, EAGLE3, ModelSpec, WeightFormat
 from faser_backend.cpu.kernels.layouts import COLUMNS_AT_ONCE, store_groups, store_matrix, stored_bytes
 from faser_backend.engines.arrays import FLOAT_TYPES, converted_blocks
 from faser_backend.engines.checkpoint import QUANTISED_BLOCK, ZERO_POINTS, CheckpointError
-from faser_backend.engines.eagle3 import Eagle3Head
-from faser_backend.engines.weights import ModelWeights
+from faser_backend.engines.eagle3 import DraftHead
+from faser_backend.engines.weights import ENDS, ModelWeights
 from faser_backend.manifest import CPU_KV_CACHE_DTYPES, FileSpec, ModelEngine, SegmentSpec, TensorSpec
 from faser_backend.runtime_spec import RUNTIMES
 
@@ -36,7 +36,7 @@ HALF_CHECKPOINTS = ("F16", "BF16")
 # The stored types that a format represents exactly, except minimums made of zero points, the smallest format first.
 HELD = {INT4: ("Q4_0", "Q4_1", ZERO_POINTS), INT8: ("Q8_0", "Q4_0", ZERO_POINTS), FLOAT16: ("F16",), "bf16": ("BF16",)}
 HELD_TYPES = {"F32"}.union(*HELD.values())
-ENDS: tuple[str, str] = ("embedding", "lm_head")  # matrices outside the layers, [vocab_size, hidden_size]
+PLAIN = ("markov_w1", "confidence_weight")  # of a block drafter: tables that no product reads
 ROUTER = ".router"  # the end of its names
 NUM_NAMED = 3  # matrices of one kind that a report names
 ALIGNMENT = 64
@@ -57,7 +57,7 @@ def choose_weights(runtime: str, requested: str | None, weights: ModelWeights) -
     matrices = {
         name: weights.stored_types(name)
         for name in weights
-        if len(weights.shape(name)) > 1 and not name.endswith(ROUTER)
+        if len(weights.shape(name)) > 1 and not name.endswith(ROUTER) and name not in PLAIN
     }
     of_layers = frozenset[str]().union(*(types for name, types in matrices.items() if name not in ENDS))
     layers = requested or smallest_format(of_layers)
@@ -148,26 +148,15 @@ class WeightsBuilder:
         return ModelEngine(spec, file, weight_segments(spec, file, cuts, self._dtype), self._formats[name])
 
     def write_head(
-        self, head: Eagle3Head, weights: Mapping[str, ModelWeights], target: ModelEngine, directory: Path
+        self, head: DraftHead, weights: Mapping[str, ModelWeights], target: ModelEngine, directory: Path
     ) -> ModelEngine:
-        """Writes draft.safetensors, with `token_ids` int64 [num_logits] beside the matrices.
-
-        A head without an embedding has none there either: the target's is used.
-        """
-        self._begin("draft: EAGLE-3 head")
-        ids = NewTensor("token_ids", "I64", head.token_ids.shape, lambda: [head.token_ids])
-        file = self._write("draft", weights["draft"], directory, ids)
-        segments = _head_segments(head.spec, target.spec, file, FLOAT_TYPES[self._dtype])
+        """Writes draft.safetensors, with a head's `token_ids` [num_logits] int64. The target has the ends it lacks."""
+        self._begin(f"draft: {head.spec.family}")
+        ids = head.token_ids
+        more = [] if ids is None else [NewTensor("token_ids", "I64", ids.shape, lambda: [ids])]
+        file = self._write("draft", weights["draft"], directory, *more)
+        segments = _draft_segments(head.spec, target.spec, file, FLOAT_TYPES[self._dtype])
         return ModelEngine(head.spec, file, segments, self._formats["draft"])
-
-    def write_drafter(
-        self, spec: ModelSpec, weights: ModelWeights, target: ModelEngine, directory: Path
-    ) -> ModelEngine:
-        """Writes draft.safetensors of a block drafter, without the ends of the model, which are the target's."""
-        self._begin("draft: DFlash drafter")
-        file = self._write("draft", weights, directory)
-        segments = _block_segments(spec, target.spec, file, FLOAT_TYPES[self._dtype])
-        return ModelEngine(spec, file, segments, self._formats["draft"])
 
     def _write(self, name: str, weights: ModelWeights, directory: Path, *more: NewTensor) -> FileSpec:
         """Writes one tensor after the other, so that only one matrix is in memory."""
@@ -190,7 +179,7 @@ def _llvm_tensors(weights: ModelWeights, weight_format: WeightFormat) -> Iterato
     weights = weights.with_separate_qkv()
     for name in weights:
         shape = weights.shape(name)
-        if len(shape) == 1:
+        if len(shape) == 1 or name in PLAIN:
             yield NewTensor(name, "F32", shape, partial(_converted, weights, name, "float32"))
         else:
             num_inputs, num_outputs = shape[::-1] if name in ENDS else shape
@@ -297,28 +286,25 @@ def weight_segments(spec: ModelSpec, file: FileSpec, cuts: tuple[int, ...], dtyp
     return tuple(segments)
 
 
-def _head_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: str) -> tuple[SegmentSpec, ...]:
-    """Returns a head's two segments: one joins the target's hidden states, one is the layer."""
+def _draft_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: str) -> tuple[SegmentSpec, ...]:
+    """Returns the two segments of a draft that reads its target: one reads hidden states, one runs the layers.
+
+    A head's first joins them; a block drafter's makes keys and values of them.
+    """
+    inputs, outputs = _segment_tensors(spec, 0, spec.num_layers, dtype)
     joined, hidden, made = (
         TensorSpec(tensor, dtype, (rows, spec.hidden_size))
         for tensor, rows in (("hidden_out", "T"), ("hidden", "T"), ("hidden_out", "R"))
     )
-    slots = TensorSpec("slot_mapping", "int32", ("T",))
-    inputs, outputs = _segment_tensors(spec, 0, 1, dtype)
-    return (
-        SegmentSpec(file, 0, 0, (slots, _features(target, dtype)), (joined,)),
-        SegmentSpec(file, 0, 1, (*inputs, hidden), (*outputs, made)),
-    )
-
-
-def _block_segments(spec: ModelSpec, target: ModelSpec, file: FileSpec, dtype: str) -> tuple[SegmentSpec, ...]:
-    """Returns a block drafter's two segments: one makes keys and values of hidden states, one runs blocks."""
-    inputs, outputs = _segment_tensors(spec, 0, spec.num_layers, dtype)
-    places = tuple(each for each in inputs if each.name in ("positions", "slot_mapping") or "_pool." in each.name)
-    return (
-        SegmentSpec(file, 0, 0, (*places, _features(target, dtype)), ()),
-        SegmentSpec(file, 0, spec.num_layers, inputs, outputs),
-    )
+    if spec.family != DFLASH:
+        outputs += (made,)
+    if spec.family == EAGLE3:
+        slots = TensorSpec("slot_mapping", "int32", ("T",))
+        first, inputs = SegmentSpec(file, 0, 0, (slots, _features(target, dtype)), (joined,)), (*inputs, hidden)
+    else:
+        places = (each for each in inputs if each.name in ("positions", "slot_mapping") or "_pool." in each.name)
+        first = SegmentSpec(file, 0, 0, (*places, _features(target, dtype)), ())
+    return first, SegmentSpec(file, 0, spec.num_layers, inputs, outputs)
 
 
 def _features(target: ModelSpec, dtype: str) -> TensorSpec:

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 ROPE_SCALINGS = ("linear", "llama3")
-EAGLE3, DFLASH = "eagle3", "dflash"  # the families of drafts that read hidden states of their target
+EAGLE3, DFLASH, DSPARK = "eagle3", "dflash", "dspark"  # the families of drafts that read hidden states of their target
 
 # What is built and served at most: beyond, a field is damaged or meant to harm.
 MAX_LAYERS = 1024
@@ -94,7 +94,7 @@ class ModelSpec:
     @property
     def reads_target(self) -> bool:
         """Whether this is a draft that reads hidden states of its target."""
-        return self.family in (EAGLE3, DFLASH)
+        return self.family in (EAGLE3, DFLASH, DSPARK)
 
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:

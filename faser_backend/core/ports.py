@@ -72,15 +72,27 @@ class HeadRunner(ModelRunner, Protocol):
 
 
 class BlockRunner(ModelRunner, Protocol):
-    """A draft that guesses a block of tokens in one call, beside hidden states of its target (DFlash).
+    """A draft that guesses a block of tokens in one call, beside hidden states of its target (DFlash, DSpark).
 
     Segment 0 writes the draft's keys and values of positions that the target has run; its rows' tokens are not read,
-    and what it returns has no meaning. Segment 1 runs blocks: an anchor and masks, which see each other. A mask's
-    logits are those of the token at its own position.
+    and what it returns has no meaning. Segment 1 runs blocks: an anchor and masks, which see each other.
     """
 
     block_size: int  # most rows of a block
     mask_id: int
+    predicts_next: (
+        bool  # all rows' logits are of the next token, and depend on the one before it; else masks' of theirs
+    )
+    token_confidences: np.ndarray | None  # [V] float32: what the token before adds to a confidence
+
+    def run_block(self, rows: RowBatch) -> tuple[DeviceArray, np.ndarray | None]:
+        """Runs segment 1. Returns logits [R, V] float32 without bias, as run_segment does, and what the rows add to
+        confidences [R], the log odds of acceptance; None: the draft has none."""
+        ...
+
+    def biased(self, logits: DeviceArray, index: np.ndarray, previous: np.ndarray) -> DeviceArray:
+        """Returns a copy of rows index [n] of logits [R, V], with the bias of the tokens before, previous [n]."""
+        ...
 
 
 NO_TOKEN = -1  # drawn from unusable logits; it equals no drafted token, so a verification ends with it

@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import TWO_PARTS
+from faser_backend.core.model import DSPARK, TWO_PARTS
 from faser_backend.cpu.kernels.layouts import stored_bytes
 from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel
 from faser_backend.cpu.kv_pool import KvPool
@@ -114,7 +114,29 @@ class LlvmBlockRunner(_FeatureRunner):
         self.block_size, self.mask_id = self.spec.block_size, self.spec.mask_id
         rows = self._embedding_file.vector("embedding", np.uint8)
         if rows is None or rows.size < stored_bytes(self.spec.hidden_size, self.mask_id + 1, self._formats[1]):
-            raise ConfigError(f"mask_id = {self.mask_id}: behind the last row of the target's embedding")
+            raise ConfigError(f"mask_id = {self.mask_id}: behind the last row of the embedding")
+        self.predicts_next = self.spec.family == DSPARK
+        self._confidence, self.token_confidences = self._weights.vector("confidence_weight"), None
+        table = self._weights.vector("markov_w1")
+        if table is not None:
+            self._of_tokens = table.reshape(self.vocab_size, -1)  # [V, rank]
+        if self._confidence is not None:
+            self._confidence, of_tokens = np.split(self._confidence, [self.spec.hidden_size])
+            self.token_confidences = self._of_tokens @ of_tokens + self._weights.vector("confidence_bias")
+
+    def run_block(self, rows: RowBatch) -> tuple[np.ndarray, np.ndarray | None]:
+        """See core.ports.BlockRunner."""
+        results = self._run(LAYERS, rows, None, None)
+        if self._confidence is None:
+            return results.logits, None
+        return results.logits, self._normed(results.hidden[: rows.logit_rows.size], "norm") @ self._confidence
+
+    def biased(self, logits: np.ndarray, index: np.ndarray, previous: np.ndarray) -> np.ndarray:
+        """See core.ports.BlockRunner."""
+        logits = logits[index]
+        if self.predicts_next:
+            logits += self._product(self._of_tokens[previous], "markov_w2", self.vocab_size)
+        return logits
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """See core.ports.BlockRunner."""

@@ -111,7 +111,7 @@ class LlvmRunner:
     ) -> None:
         """num_threads: limits the cores used. compute: one of COMPUTES.
 
-        owner: provides the embedding if the model has none, and the head if it has none either.
+        owner: provides the embedding and the head that the model does not have.
 
         Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read.
         """
@@ -132,12 +132,13 @@ class LlvmRunner:
         self._weights = open_weights(engine_dir / model.weights.name)
         self._embedding_file = self._head_file = self._weights
         layers_format, embedding_format, head_format = model.weight_format.formats
-        if "embedding" not in self._weights:
-            assert owner is not None and owner.weights is not None, "the embedding is in no file"
-            self._embedding_file = open_weights(engine_dir / owner.weights.name)
-            embedding_format = owner.weight_format.formats[1]
+        if owner is not None:
+            assert owner.weights is not None, "an engine of this runtime has one weight file"
+            of_owner, formats = open_weights(engine_dir / owner.weights.name), owner.weight_format.formats
+            if "embedding" not in self._weights:
+                self._embedding_file, embedding_format = of_owner, formats[1]
             if "lm_head" not in self._weights:
-                self._head_file, head_format = self._embedding_file, owner.weight_format.formats[2]
+                self._head_file, head_format = of_owner, formats[2]
         self._segments = [segment_tables(spec, segment, self._weights) for segment in model.segments]
         head = self._head_file.offset("lm_head" if "lm_head" in self._head_file else "embedding")
         self._end_matrices = np.array([self._embedding_file.offset("embedding"), head], np.int64)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from faser_backend.core.model import ModelSpec
+from faser_backend.core.model import DSPARK, EAGLE3, ModelSpec
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
 from faser_backend.manifest import ModelEngine
 
@@ -141,13 +141,13 @@ def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[i
 def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
     """Returns the bytes of inputs: block tables for the longest context, and hidden states between segments.
 
-    A draft's segment that reads features reads no tables. A head's layer also outputs hidden states.
+    A draft's segment that reads features reads no tables. A head's layer and DSpark's block also output hidden states.
     """
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
     num_tables, num_cuts = len(model.segments), len(model.segments) - 1
     if model.spec.reads_target:
-        num_tables, num_cuts = 1, 0 if model.spec.block_size else 2
+        num_tables, num_cuts = 1, {EAGLE3: 2, DSPARK: 1}.get(model.spec.family, 0)
     cuts = num_cuts * model.spec.hidden_size * size * sum(ROW_COUNTS)
     return num_tables * sum(MENU) * per_row + cuts
 

@@ -1,4 +1,4 @@
-"""Runners on one share of a GPU with a KV pool: `CudaRunner` of a model or block drafter, `CudaHeadRunner` of a head.
+"""Runners on one share of a GPU with a KV pool: of a model, of a draft head, of a block drafter.
 
 They implement core.ports.ModelRunner, HeadRunner and BlockRunner over programs (segment.py). A call is one asynchronous
 copy of its integers and one graph replay, both on the stream of the runner's share, on any thread. Nothing waits for
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.model import DSPARK
 from faser_backend.cuda.buffers import (
     NO_SLOT,
     PADDED,
@@ -31,12 +33,12 @@ from faser_backend.cuda.buffers import (
 from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, CallBounds, CallMenu
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.pool import CudaKvPool
-from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
+from faser_backend.cuda.segment import BlockProgram, Launch, PreparedCall, SegmentProgram
 from faser_backend.cuda.streams import SmPartition, on_share
-from faser_backend.cuda.transfer import to_device, upload
+from faser_backend.cuda.transfer import to_device, to_host, upload
 from faser_backend.manifest import ModelEngine, TensorSpec
 
-JOIN, LAYER = 0, 1  # segments of a draft head
+JOIN, LAYER = 0, 1  # segments of a draft that reads its target
 
 
 class _Call:
@@ -257,6 +259,29 @@ class CudaRunner:
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
     ) -> dict[str, torch.Tensor]:
         return call_tensors(self.spec, self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
+
+
+class CudaBlockRunner(CudaRunner):
+    """Runs a block drafter."""
+
+    def __init__(self, model: ModelEngine, programs: Sequence[SegmentProgram], *arguments: Any, **options: Any) -> None:
+        super().__init__(model, programs, *arguments, **options)
+        self._program = cast(BlockProgram, programs[LAYER])
+        self.predicts_next, self.token_confidences = model.spec.family == DSPARK, self._program.head.token_confidences
+
+    @on_share
+    def run_block(self, rows: RowBatch) -> tuple[torch.Tensor, np.ndarray | None]:
+        """See core.ports.BlockRunner. Waits for the call if there are confidences."""
+        call, num_made = self._run(LAYER, rows, None, None), rows.logit_rows.shape[0]
+        logits, weight = call.result[:num_made], self._program.head.confidence
+        if weight is None:
+            return logits, None
+        return logits, to_host(call.tensors["hidden_out"][:num_made].float() @ weight)[0]
+
+    @on_share
+    def biased(self, logits: torch.Tensor, index: np.ndarray, previous: np.ndarray) -> torch.Tensor:
+        """See core.ports.BlockRunner."""
+        return self._program.biased(self.take_rows(logits, index), to_device(previous, self._device))
 
 
 class CudaHeadRunner(CudaRunner):

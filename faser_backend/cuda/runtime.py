@@ -22,14 +22,14 @@ from torch.nn import functional
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.core.model import EAGLE3, ModelSpec
+from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import Behind, DraftLoop, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.green_contexts import load_driver
 from faser_backend.cuda.memory_plan import plan_memory
 from faser_backend.cuda.pool import DTYPES, CudaKvPool
-from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.runner import CudaBlockRunner, CudaHeadRunner, CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
@@ -146,7 +146,7 @@ class CudaRuntime:
         programs = self._programs.open(model, split, share.size)
         capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
         limits = self._programs.limits(model, split)
-        kind = CudaHeadRunner if model.spec.family == EAGLE3 else CudaRunner
+        kind = CudaBlockRunner if model.spec.block_size else CudaHeadRunner if model.spec.reads_target else CudaRunner
         own = share if isinstance(share, SmPartition) else None
         return kind(model, programs, pool, self.device, limits=limits, capturer=capturer, share=own)
 

@@ -7,7 +7,7 @@ costs as much as a small model's products.
 
 An EAGLE-3 head has two programs: one joins the target's hidden states, the other is its layer. It differs from a
 decoder's layer in the input of queries, keys and values, [norm(embedding), norm(hidden)], and in the ids of its logits.
-A block drafter also has two: TorchContext makes keys and values of the target's hidden states, and TorchSegment runs
+A block drafter also has two: TorchContext makes keys and values of the target's hidden states, and TorchBlock runs
 blocks. On CPU tensors the kernels' references run, so all of this is tested without a GPU.
 """
 
@@ -115,6 +115,8 @@ class SegmentCall:
         hidden, found = self._layer(layer, hidden, found, wanted_rows=tensors["logit_rows"])  # [R, d]
         _, normed = self.norm(hidden, found, self.weights.norm)
         head_product(normed, self.weights.head, out=tensors["logits"])
+        if "hidden_out" in tensors:  # of a block drafter
+            tensors["hidden_out"].copy_(normed)
 
     def _layer(
         self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None, wanted_rows: torch.Tensor | None = None
@@ -276,7 +278,7 @@ class TorchPrograms:
         first, second = model.segments
         if model.spec.block_size:
             context = TorchContext(model.spec, first, weights, num_sms)
-            return [context, TorchSegment(model.spec, second, weights.decoder, num_sms)]
+            return [context, TorchBlock(model.spec, second, weights, num_sms)]
         return [TorchJoin(first, weights), TorchHeadLayer(model.spec, second, weights, num_sms)]
 
     def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
@@ -316,35 +318,48 @@ class TorchJoin:
         return launch
 
 
-class TorchContext(TorchSegment):
+class _DraftSegment(TorchSegment):
+    """A segment of a draft that reads its target."""
+
+    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
+        """num_sms: see TorchSegment."""
+        super().__init__(model, spec, weights.decoder, num_sms)
+        self.head = weights
+
+
+class TorchContext(_DraftSegment):
     """Segment 0 of a block drafter: writes each row's keys and values of all layers, of the target's hidden states."""
 
     packs_tables = False  # it reads no block tables
-
-    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
-        super().__init__(model, spec, weights.decoder, num_sms)
-        self._head = weights
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
         call = SegmentCall(self, tensors, bounds)
 
         def launch() -> None:
-            joined = functional.linear(read_features(tensors), self._head.join)
-            _, normed = call.norm(joined, None, self._head.hidden_norm)
+            joined = functional.linear(read_features(tensors), self.head.join)
+            _, normed = call.norm(joined, None, self.head.hidden_norm)
             for layer in range(self.model.num_layers):
                 call.write_kv(layer, *call.rotated(layer, normed, has_queries=False))
 
         return launch
 
 
-class TorchHeadLayer(TorchSegment):
-    """Segment 1 of a head, its layer."""
+class TorchBlock(_DraftSegment):
+    """Segment 1 of a block drafter, a BlockProgram."""
 
-    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
-        """num_sms: see TorchSegment."""
-        super().__init__(model, spec, weights.decoder, num_sms)
-        self.head = weights
+    def biased(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Returns logits [n, V] with the bias of the tokens before, previous [n]."""
+        if self.head.bias is None:
+            return logits
+        table, columns = self.head.bias
+        bias = torch.empty_like(logits)
+        head_product(table.index_select(0, previous), columns, out=bias)
+        return bias.add_(logits)
+
+
+class TorchHeadLayer(_DraftSegment):
+    """Segment 1 of a head, its layer."""
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. hidden_out [R, d] may be hidden [T, d] itself if all rows have logits."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import rotary_tables
+from faser_backend.core.model import DSPARK, rotary_tables
 from faser_backend.cuda.pool import DTYPES
 from faser_backend.manifest import ModelSpec
 
@@ -69,14 +71,17 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
 class HeadTensors:
     """The weights of an EAGLE-3 head or a block drafter on a device.
 
-    decoder: the layers. A head's qkv reads [2 * hidden_size], and its `head` has a row per logit. A block drafter has
-    its target's embedding and head.
+    decoder: the layers, with the target's embedding and head where the draft has none. A head's qkv reads
+    [2 * hidden_size], and its `head` has a row per logit.
     """
 
     decoder: ModelTensors
     hidden_norm: torch.Tensor  # [hidden_size] float32
     join: torch.Tensor  # [hidden_size, features of all layers, side by side]
-    token_ids: torch.Tensor | None  # [num_logits] int64, the id of each logit; None: all, in order
+    token_ids: torch.Tensor | None = None  # [num_logits] int64, the id of each logit; None: all, in order
+    bias: tuple[torch.Tensor, torch.Tensor] | None = None  # DSpark's w1 and w2, [vocab_size, rank]
+    confidence: torch.Tensor | None = None  # [hidden_size] float32
+    token_confidences: np.ndarray | None = None  # see core.ports.BlockRunner
 
 
 def load_head(
@@ -84,25 +89,32 @@ def load_head(
 ) -> HeadTensors:
     """Reads the file of a draft that engines.weights_build wrote. Raises as load_weights does.
 
-    target: returns the target's weights, of which a head without an embedding uses that, a block drafter both ends.
+    target: returns the target's weights, of which a draft uses the ends that it does not have.
     """
-    reader, token_ids, prefix = _Reader(path, DTYPES[dtype], device), None, "layers.0."
+    reader, own, prefix = _Reader(path, DTYPES[dtype], device), dict[str, Any](), "layers.0."
     embedding = reader.matrix("embedding") if "embedding" in reader.names else target().embedding
+    head = reader.matrix("lm_head") if "lm_head" in reader.names else target().head
     if spec.block_size:
-        head, prefix = target().head, ""
+        prefix = ""
         if spec.mask_id >= embedding.shape[0]:
-            raise ConfigError(f"mask_id = {spec.mask_id}: the target's embedding has {embedding.shape[0]} rows")
+            raise ConfigError(f"mask_id = {spec.mask_id}: the embedding has {embedding.shape[0]} rows")
+        if spec.family == DSPARK:
+            own["bias"] = table, _ = reader.matrix("markov_w1"), reader.matrix("markov_w2").t().contiguous()
+            if "confidence_weight" in reader.names:
+                weight = reader.matrix("confidence_weight")[0].float()
+                own["confidence"], of_tokens = weight.split([spec.hidden_size, table.shape[1]])
+                own["token_confidences"] = (table.float() @ of_tokens + reader.norm("confidence_bias")).cpu().numpy()
     else:
-        token_ids, head = reader.integers("token_ids"), reader.matrix("lm_head")
+        token_ids = reader.integers("token_ids")
         is_id = token_ids < spec.vocab_size  # the target has no padding rows of the vocabulary
         if not bool(is_id.all()):
             token_ids, head = token_ids[is_id], head[is_id]
-        if torch.equal(token_ids, torch.arange(spec.vocab_size, device=device)):
-            token_ids = None
+        if not torch.equal(token_ids, torch.arange(spec.vocab_size, device=device)):
+            own["token_ids"] = token_ids
     layers = tuple(_read_layer(reader, spec, layer) for layer in range(spec.num_layers))
     cos, sin = (torch.from_numpy(table).to(device) for table in rotary_tables(spec))
     decoder, norm = ModelTensors(embedding, layers, reader.norm("norm"), head, cos, sin), f"{prefix}hidden_norm"
-    weights = HeadTensors(decoder, reader.norm(norm), reader.matrix("fc").t().contiguous(), token_ids)
+    weights = HeadTensors(decoder, reader.norm(norm), reader.matrix("fc").t().contiguous(), **own)
     reader.check_all_read()
     return weights
 

@@ -4,18 +4,21 @@ Row i of a head holds token i + 1, so that n tokens make n - 1 rows, all of posi
 chain goes on from the head's own hidden states; the rows of accepted tokens are read again in the next round, then
 beside the target's.
 
-A block drafter (DFlash, arXiv 2602.06036) guesses all tokens of a chain in one call. A block's rows are the anchor and
-a mask for each token; masks see each other, not the tokens drawn for them. Each draws with its own position's noise, as
-a chain does, so sample-and-match stays exact; rejection sampling tests against each position's distribution.
+A block drafter guesses all tokens of a chain in one call. A block's rows are the anchor and a mask for each token, one
+less if the anchor predicts too; they see each other, not the tokens drawn for them, which DSpark's bias alone follows.
+Each draws with its own position's noise, as a chain does, so sample-and-match stays exact; rejection sampling tests
+against each position's distribution, behind the tokens drawn before it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
-from faser_backend.core.batch import RowBatch, SamplingRows
+from faser_backend.core.batch import RowBatch
+from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import (
     BlockRunner,
@@ -30,7 +33,7 @@ from faser_backend.core.ports import (
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.propose import Proposal
-from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, verify_sampling_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
 
@@ -124,8 +127,9 @@ class HeadProposer(ModelProposer):
 
 
 class BlockProposer(HeadProposer):
-    """Drafts with the block drafter of a partition, in turn with its target. A block holds at most block_size - 1
-    draft tokens; a sequence of one token gets none, for the target has run no position yet."""
+    """Drafts with the block drafter of a partition, in turn with its target. A block has at most block_size rows; a
+    sequence of one token gets none, for the target has run no position yet. A confidence c, the log odds of
+    acceptance, counts as a margin: -log(1 - sigmoid(c)), which rises with it from 0."""
 
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         drafter, batch = cast(BlockRunner, runner), chain.batch
@@ -133,47 +137,46 @@ class BlockProposer(HeadProposer):
         if not active.size:
             return
         context = self.unread_rows(batch, active, with_logits=False)
-        lengths = chain.num_wanted[active].clip(max=drafter.block_size - 1)
-        rows = _block_rows(chain, active, lengths, drafter.mask_id)
+        num_idle = 1 - drafter.predicts_next  # rows of a block without logits
+        lengths = chain.num_wanted[active].clip(max=drafter.block_size - num_idle)
+        rows = _block_rows(chain, active, lengths + num_idle, drafter)
         self.times.lap("draft_rows")
         drafter.run_segment(0, context, None)
-        logits = drafter.run_segment(1, rows, None)
+        logits, sure = drafter.run_block(rows)
         self.times.lap("draft_model")
         firsts = np.cumsum(lengths) - lengths  # of each sequence's logits
-        drawn = None
-        if not (self._keeps_probs or self._sampler.has_rules(batch.slots[active])):
-            drawn = self._sampler.sample_draft(logits, _sampling_rows(chain, active, lengths), num_candidates)
+        drawn, last = None, rows.token_ids[rows.cu_rows[:-1]]
+        if not (self._keeps_probs or drafter.predicts_next or self._sampler.has_rules(batch.slots[active])):
+            counts = np.bincount(active + 1, lengths, len(batch) + 1).astype(np.int64)
+            draws = verify_sampling_rows(batch, Frontier.empty(len(batch)), np.cumsum(counts))
+            drawn = self._sampler.sample_draft(logits, draws, num_candidates)
         for step in range(int(lengths.max())):
             goes_on = np.flatnonzero(lengths > step)
-            index = firsts[goes_on] + step
+            index, probs = firsts[goes_on] + step, None
             if drawn is None:  # a draw depends on those before it
-                these = runner.take_rows(logits, index)
-                chain.add(active[goes_on], step, *self._draw(chain, active[goes_on], step, these, num_candidates))
+                these = drafter.biased(logits, index, last[goes_on])
+                found, probs = self._draw(chain, active[goes_on], step, these, num_candidates)
             else:
                 named = None if drawn.candidates is None else drawn.candidates[index]
-                chain.add(active[goes_on], step, DraftTokens(drawn.tokens[index], drawn.margins[index], named), None)
+                found = DraftTokens(drawn.tokens[index], drawn.margins[index], named)
+            if sure is not None and drafter.token_confidences is not None:
+                confidences = sure[index] + drafter.token_confidences[last[goes_on]]
+                found = found._replace(margins=np.nan_to_num(np.logaddexp(0.0, confidences)))
+            chain.add(active[goes_on], step, found, probs)
+            last[goes_on] = found.tokens
         self.times.lap("draft_sample")
 
     def _read(self, runner: ModelRunner, rows: RowBatch) -> None:
         runner.run_segment(0, rows, None)
 
 
-def _block_rows(chain: Chain, active: np.ndarray, lengths: np.ndarray, mask_id: int) -> RowBatch:
-    """Returns the rows of blocks of sequences active [A]: an anchor and lengths [A] masks each, which have logits."""
-    batch, counts = chain.batch, lengths + 1
-    cu_rows = np.concatenate([[0], np.cumsum(counts)])
-    token_ids = np.full(int(cu_rows[-1]), mask_id)
-    token_ids[cu_rows[:-1]] = [batch.sequences[i].token_ids[batch.num_tokens[i] - 1] for i in active]
-    is_mask = np.ones(token_ids.size, np.bool_)
-    is_mask[cu_rows[:-1]] = False
-    tables = batch.block_tables[active]
-    return RowBatch(token_ids, cu_rows, batch.num_tokens[active] - 1, tables, np.flatnonzero(is_mask))
-
-
-def _sampling_rows(chain: Chain, active: np.ndarray, lengths: np.ndarray) -> SamplingRows:
-    """Returns the draws of all masks, whose slots have no rules: what was drafted before is not read."""
-    sequence = np.repeat(active, lengths)
-    offsets = np.arange(sequence.size) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    positions = chain.positions[sequence] + offsets
-    drafted = np.zeros((len(chain.batch), int(lengths.max())), np.int64)
-    return SamplingRows(chain.batch.slots[sequence], positions, sequence, offsets, drafted)
+def _block_rows(chain: Chain, active: np.ndarray, counts: np.ndarray, drafter: BlockRunner) -> RowBatch:
+    """Returns the rows of blocks of sequences active [A], counts [A] each: an anchor, then masks. Those that predict
+    have logits."""
+    batch, starts = chain.batch, chain.batch.num_tokens[active] - 1
+    pieces = [np.full(count, drafter.mask_id) for count in counts]
+    for piece, index, start in zip(pieces, active, starts, strict=True):
+        piece[0] = batch.sequences[index].token_ids[start]
+    rows = piece_rows(pieces, starts.tolist(), batch.block_tables[active], with_logits=False)
+    idle = rows.cu_rows[:0] if drafter.predicts_next else rows.cu_rows
+    return replace(rows, logit_rows=np.setdiff1d(np.arange(rows.num_rows), idle))

@@ -163,7 +163,7 @@ class WaitingRunner:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._runner, name)
-        if name not in ("run_segment", "run_segment_with_scores", "run_layer"):
+        if name not in ("run_segment", "run_segment_with_scores", "run_layer", "run_block", "biased"):
             return found
 
         def run(*arguments: Any) -> Any:

@@ -25,7 +25,7 @@ from faser_backend.cuda.call_shapes import (
 )
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import CallCache
-from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.runner import CudaBlockRunner, CudaHeadRunner, CudaRunner
 from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.tensorrt_programs import DIMENSIONS, ProfileRange, choose_profile
 from faser_backend.device.runtime import ModelPair
@@ -167,7 +167,7 @@ def test_traffic_of_a_head_or_block_drafter_adds_none_to_those_captured_before(
         assert not each.machine.broken
         (partition,) = each.engine.step_runner.partitions.values()
         runner, loop = cast(Any, partition.draft), cast(Any, partition.draft_loop)
-        assert type(runner) is (CudaRunner if is_block else CudaHeadRunner)
+        assert type(runner) is (CudaBlockRunner if is_block else CudaHeadRunner)
         if is_known:
             assert each.machine.num_first_under_capture == 0
             assert [len(calls) for calls in runner._calls] == [15, 20]

@@ -9,15 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS
 from faser_backend.cuda.torch_programs import SegmentCall, TorchPrograms
-from faser_backend.serving.runtimes import open_runtime
 from tests.cuda.test_memory_plan import captured_bytes, planned
-from tests.engines.test_dflash import BLOCK_SIZE, MASK_ID, MAX_ERROR, NUM_BLOCKS, largest_error
+from tests.engines.test_dflash import BLOCK_SIZE, CASES, MASK_ID, MAX_ERROR, Runners, largest_error, notices_faults
 from tests.pipeline.test_eagle3_drafting import checked, make_requests, tokens_of
-from tests.support.block_models import BuiltBlocks
+from tests.support.block_models import KINDS, BuiltBlocks
 from tests.support.harness import drive
 from tests.support.tiny_models import make_rows
 from tests.support.torch_engines import CPU
@@ -30,31 +28,15 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> BuiltBlocks:
     return BuiltBlocks(tmp_path_factory.mktemp("blocks"), options=TORCH)
 
 
-def open_models(built: BuiltBlocks, num_blocks: int = NUM_BLOCKS) -> tuple[Any, Any, Any]:
-    """Returns the runtime and both runners, whose pools share features."""
-    runtime = open_runtime(built.directory, built.manifest, EngineConfig())
-    models = built.manifest.target, built.manifest.draft
-    assert models[1] is not None
-    pools = [runtime.open_pool(model, num_blocks) for model in models]
-    pools[1].features = pools[0].features
-    return runtime, *(
-        runtime.open_runner(model, runtime.menu.whole, pool) for model, pool in zip(models, pools, strict=True)
-    )
+@pytest.fixture(scope="module", params=KINDS)
+def either(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltBlocks:
+    return BuiltBlocks(tmp_path_factory.mktemp("blocks"), options=TORCH, **KINDS[request.param])
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_blocks_equal_a_dense_run(tmp_path: Path, is_tied: bool) -> None:
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_blocks_equal_a_dense_run(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
     """Contexts come in several calls, and overwrite the blocks of the round before. Calls are padded."""
-    built = BuiltBlocks(tmp_path, is_tied=is_tied, options=TORCH)
-    assert largest_error(built) < MAX_ERROR
-    for fault, value in (("is_causal", True), ("normalises_context", False)):
-        setattr(built.reference, fault, value)
-        assert largest_error(built) > 10 * MAX_ERROR, fault
-        delattr(built.reference, fault)
-    for name, kept in list(built.reference.tensors.items()):
-        built.reference.tensors[name] = kept.roll(1, 0)
-        assert largest_error(built) > 10 * MAX_ERROR, name
-        built.reference.tensors[name] = kept
+    notices_faults(BuiltBlocks(tmp_path, options=TORCH, **KINDS[kind], **options), MAX_ERROR)
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.8), ("fp16", 0.08)])
@@ -94,7 +76,7 @@ def test_contexts_longer_than_any_graph_are_read_alike(untied: BuiltBlocks) -> N
     tables = np.random.default_rng(0).permutation(num_sequences * width + 3)[:-3].reshape(num_sequences, width)
     features, found = None, []
     for chunk in (length, 9):
-        _, _, drafter = open_models(untied, num_sequences * width + 3)
+        drafter = Runners(untied.directory, untied.manifest, num_sequences * width + 3).drafter
         features = torch.randn_like(drafter.pool.features) if features is None else features
         drafter.pool.features.copy_(features)
         for first in range(0, length, chunk):
@@ -106,9 +88,10 @@ def test_contexts_longer_than_any_graph_are_read_alike(untied: BuiltBlocks) -> N
     assert found[0].ne(0).any(-1).sum() == found[0][..., 0, 0, 0].numel() * num_sequences * length
 
 
-def test_the_runtime_knows_block_drafters(untied: BuiltBlocks) -> None:
+def test_the_runtime_knows_block_drafters(either: BuiltBlocks) -> None:
     """They draft in turn with their target and without a loop on the device; all their calls are captured at start."""
-    runtime, target, drafter = open_models(untied)
+    runners = Runners(either.directory, either.manifest)
+    runtime, target, drafter = runners.runtime, runners.target, runners.drafter
     assert not target.block_size
     assert (drafter.block_size, drafter.mask_id, drafter.num_segments) == (BLOCK_SIZE, MASK_ID, 2)
     assert runtime.splits == () and "in turn" in runtime.splits_note
@@ -118,7 +101,7 @@ def test_the_runtime_knows_block_drafters(untied: BuiltBlocks) -> None:
         runner.capture_menu(0)
         assert not runner.pool.storage.any()
     captured = captured_bytes(target) + captured_bytes(drafter)
-    models = [untied.manifest.target, untied.manifest.draft]
+    models = [either.manifest.target, either.manifest.draft]
     plan = planned(models, dtype="fp32", kv_block_size=4, num_partitions=1)
     assert 0.8 * plan.lines[2].num_bytes < captured <= 1.1 * plan.lines[2].num_bytes
 
@@ -127,24 +110,24 @@ def test_a_mask_without_a_row_is_refused(untied: BuiltBlocks, monkeypatch: pytes
     assert untied.manifest.draft is not None
     programs = TorchPrograms.of_directory(untied.directory, "fp32", CPU, untied.manifest.target)
     monkeypatch.setattr(type(untied.manifest.draft.spec), "mask_id", MASK_ID + 1)
-    with pytest.raises(ConfigError, match=f"mask_id = {MASK_ID + 1}: the target's embedding has {MASK_ID + 1} rows"):
+    with pytest.raises(ConfigError, match=f"mask_id = {MASK_ID + 1}: the embedding has {MASK_ID + 1} rows"):
         programs.open(untied.manifest.draft, "", 1)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32}, {"draft": "model+ngram"}])
 def test_engines_draft_the_reference_s_blocks_and_emit_plain_tokens(
-    untied: BuiltBlocks, options: dict[str, Any]
+    either: BuiltBlocks, options: dict[str, Any]
 ) -> None:
     """With few blocks, sequences are preempted."""
     requests = make_requests(is_greedy=True, num_shared=9)  # the others have a tie within a rounding
-    engine, checker = checked(untied, "fixed:4", **options)
-    assert drive(engine, requests).tokens == tokens_of(untied, "none", requests)
+    engine, checker = checked(either, "fixed:4", **options)
+    assert drive(engine, requests).tokens == tokens_of(either, "none", requests)
     assert (engine.metrics().num_preemptions > 0) == ("num_kv_blocks" in options)
     engine.close()
     assert checker.num_equal == checker.num_chains > 20
 
 
-def test_sampled_tokens_are_those_of_plain_decoding(untied: BuiltBlocks) -> None:
+def test_sampled_tokens_are_those_of_plain_decoding(either: BuiltBlocks) -> None:
     """Prefixes are shared."""
     requests = make_requests(num_shared=9)
-    assert tokens_of(untied, "faser", requests) == tokens_of(untied, "none", requests)
+    assert tokens_of(either, "faser", requests) == tokens_of(either, "none", requests)

@@ -21,6 +21,8 @@ from faser_backend.serving.runtimes import open_runtime
 from tests.support.block_models import (
     BLOCK_SIZE,
     DRAFTER,
+    DSPARK,
+    KINDS,
     LAYERS,
     MASK_ID,
     NUM_TARGET_LAYERS,
@@ -46,7 +48,7 @@ def section(**changes: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
-    ({"architectures": ["Qwen3DSparkModel"]}, ("architectures = ['Qwen3DSparkModel']", "DFlashDraftModel")),
+    ({"architectures": ["DSparkDraftModel"]}, ("architectures = ['DSparkDraftModel']", "['Qwen3DSparkModel']")),
     ({"architectures": ["DFlash2DraftModel"]}, ("architectures", "DFlash2DraftModel")),
     ({"model_type": "llama"}, ("model_type = 'llama'", "'qwen3'")),
     ({"vocab_size": 96}, ("vocab_size = 96", f"the target's, {PADDED_SIZE}")),
@@ -63,6 +65,14 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (section(target_layer_ids=[]), ("target_layer_ids = []",)),
     (section(final_logit_softcapping=30.0), ("final_logit_softcapping = 30.0",)),
     (section(causal=True), ("causal = True",)),
+    ({**DSPARK, "markov_head_type": "gated"}, ("markov_head_type = 'gated'", "'vanilla'")),
+    ({**DSPARK, "markov_head_type": "rnn"}, ("markov_head_type = 'rnn'",)),
+    ({**DSPARK, "markov_rank": None}, ("markov_rank = None", "[1, 32]")),
+    ({**DSPARK, "markov_rank": 33}, ("markov_rank = 33", "[1, 32]")),
+    ({**DSPARK, "markov_rank": 0}, ("markov_rank = 0", "[1, 32]")),
+    ({**DSPARK, "confidence_head_with_markov": False}, ("confidence_head_with_markov = False",)),
+    ({**DSPARK, "mask_token_id": -1}, (": mask_token_id = -1",)),
+    ({**DSPARK, "target_layer_ids": [-1, 3]}, (": target_layer_ids = [-1, 3]",)),
 ]
 
 
@@ -109,13 +119,13 @@ def test_a_mask_without_a_row_is_refused(tmp_path: Path) -> None:
 class Runners:
     """Target and drafter of an engine directory on its runtime."""
 
-    def __init__(self, directory: Path, manifest: Any) -> None:
-        runtime = open_runtime(directory, manifest, EngineConfig())
-        pools = [runtime.open_pool(model, NUM_BLOCKS) for model in (manifest.target, manifest.draft)]
+    def __init__(self, directory: Path, manifest: Any, num_blocks: int = NUM_BLOCKS) -> None:
+        self.runtime = runtime = open_runtime(directory, manifest, EngineConfig())
+        pools = [runtime.open_pool(model, num_blocks) for model in (manifest.target, manifest.draft)]
         pools[1].features = pools[0].features
         whole = runtime.menu.whole
-        self.target = runtime.open_runner(manifest.target, whole, pools[0])
-        self.drafter = runtime.open_runner(manifest.draft, whole, pools[1])
+        self.target: Any = runtime.open_runner(manifest.target, whole, pools[0])
+        self.drafter: Any = runtime.open_runner(manifest.draft, whole, pools[1])
 
     def read(self, tokens: list[np.ndarray], starts: list[int], counts: list[int], tables: np.ndarray) -> None:
         """Runs the target on these rows, then makes the drafter's keys and values of them."""
@@ -123,14 +133,21 @@ class Runners:
         run_all(self.target, rows)
         self.drafter.run_segment(0, rows, None)
 
-    def blocks(self, tokens: list[np.ndarray], lengths: list[int], tables: np.ndarray) -> list[np.ndarray]:
-        """Returns the logits of a block behind each sequence."""
-        pieces = [np.append(t[-1], np.full(n, MASK_ID)) for t, n in zip(tokens, lengths, strict=True)]
+    def blocks(self, tokens: list[np.ndarray], drafted: list[np.ndarray], tables: np.ndarray) -> list[np.ndarray]:
+        """Returns [n, VOCAB_SIZE + 1] of a block behind each sequence, if drafted [n] is drawn: logits, confidence."""
+        drafter = self.drafter
+        pieces = [
+            np.append(t[-1], np.full(d.size - drafter.predicts_next, MASK_ID))
+            for t, d in zip(tokens, drafted, strict=True)
+        ]
         cu_rows = np.concatenate([[0], np.cumsum([piece.size for piece in pieces])])
-        wanted = np.setdiff1d(np.arange(cu_rows[-1]), cu_rows[:-1])
+        wanted = np.setdiff1d(np.arange(cu_rows[-1]), [] if drafter.predicts_next else cu_rows[:-1])
         starts = np.array([t.size - 1 for t in tokens])
-        logits = self.drafter.run_segment(1, RowBatch(np.concatenate(pieces), cu_rows, starts, tables, wanted), None)
-        return np.split(np.asarray(logits).copy(), np.cumsum(lengths)[:-1])
+        logits, sure = drafter.run_block(RowBatch(np.concatenate(pieces), cu_rows, starts, tables, wanted))
+        previous = np.concatenate([np.append(t[-1], d[:-1]) for t, d in zip(tokens, drafted, strict=True)])
+        logits = np.asarray(drafter.biased(logits, np.arange(previous.size), previous))
+        confidences = np.zeros(previous.size) if sure is None else sure + drafter.token_confidences[previous]
+        return np.split(np.column_stack([logits, confidences]), np.cumsum([each.size for each in drafted])[:-1])
 
     def close(self) -> None:
         self.target.close()
@@ -138,7 +155,8 @@ class Runners:
 
 
 def largest_error(built: BuiltBlocks) -> float:
-    """Returns the largest error of any logit over two rounds of blocks, of three ragged sequences read in chunks."""
+    """Returns the largest error of any logit or confidence over two rounds of blocks, of three ragged sequences read in
+    chunks."""
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB_SIZE, n) for n in (11, 23, 40)]
     tables = rng.permutation(NUM_BLOCKS)[:36].reshape(3, 12)
@@ -153,27 +171,34 @@ def largest_error(built: BuiltBlocks) -> float:
                 runners.read(first, second, third, tables[going])
             done = [start + count for start, count in zip(done, counts, strict=True)]
         seen = [t[: end + 1] for t, end in zip(tokens, ends, strict=True)]
-        found = runners.blocks(seen, lengths, tables)
-        for own, logits, length in zip(seen, found, lengths, strict=True):
-            errors.append(np.abs(logits - built.block_of(own, length)).max())
+        drafted = [rng.integers(0, VOCAB_SIZE, length) for length in lengths]
+        for found, *block in zip(runners.blocks(seen, drafted, tables), seen, drafted, strict=True):
+            errors.append(np.abs(found - np.column_stack(built.block_of(*block))).max())
     runners.close()
     return float(max(errors))
 
 
-@pytest.mark.parametrize("is_tied", [False, True])
-def test_blocks_equal_a_dense_run(tmp_path: Path, is_tied: bool) -> None:
-    built = BuiltBlocks(tmp_path, is_tied=is_tied)
-    error = UNIT_ERROR if has_matrix_units() else MAX_ERROR
+def notices_faults(built: BuiltBlocks, error: float, factor: float = 10) -> None:
+    """Compares blocks with the reference, and with one that has a fault or another tensor."""
     assert largest_error(built) < error
-    for fault, value in (("is_causal", True), ("normalises_context", False)):  # negative controls
+    faults = [("is_causal", True), ("normalises_context", False)]
+    for fault, value in faults + [("num_idle", 1), ("bias_lag", 1)] * built.reference.is_dspark:
         setattr(built.reference, fault, value)
-        assert largest_error(built) > 10 * error
+        assert largest_error(built) > 10 * error, fault
         delattr(built.reference, fault)
-    for name in built.reference.tensors:
-        kept = built.reference.tensors[name]
-        built.reference.tensors[name] = kept.roll(1, 0)
-        assert largest_error(built) > error, name
+    for name, kept in list(built.reference.tensors.items()):
+        built.reference.tensors[name] = kept.flatten().roll(1).view_as(kept) if kept.numel() > 1 else kept + 1
+        assert largest_error(built) > factor * error, name
         built.reference.tensors[name] = kept
+
+
+CASES = [("dflash", {}), ("dflash", {"is_tied": True}), ("dspark", {}), ("dspark", {"has_ends": True})]
+
+
+@pytest.mark.parametrize(("kind", "options"), CASES)
+def test_blocks_equal_a_dense_run(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    error = UNIT_ERROR if has_matrix_units() else MAX_ERROR
+    notices_faults(BuiltBlocks(tmp_path, **KINDS[kind], **options), error, factor=1)
 
 
 def test_rows_of_a_block_that_fill_several_tiles_see_each_other(tmp_path: Path) -> None:

@@ -5,41 +5,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser_backend.core.batch import RowBatch
+from faser_backend.core.batch import SamplingRows
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.cpu.draft_runners import LlvmBlockRunner
+from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.cpu.sampler import NumpySampler
-from tests.pipeline.test_eagle3_drafting import checked, make_requests, prune, tokens_of
-from tests.support.block_models import BLOCK_SIZE, BuiltBlocks
-from tests.support.forcing import Forced, in_turns
+from tests.engines.test_dflash import MAX_ERROR
+from tests.pipeline.test_eagle3_drafting import checked, make_requests, tokens_of
+from tests.support.block_models import BLOCK_SIZE, KINDS, BuiltBlocks
+from tests.support.cpu_products import UNIT_ERROR
 from tests.support.harness import drive, request
+from tests.support.tiny_models import VOCAB_SIZE
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> BuiltBlocks:
-    return BuiltBlocks(tmp_path_factory.mktemp("blocks"), options={"exit_layers": (3,)})
-
-
-@pytest.mark.parametrize(
-    ("lengths", "options"),
-    [
-        ((3,), {}),
-        ((4,), {"num_kv_blocks": 32}),  # one full context: sequences are preempted
-        ((5, 0, 2, 0, 0), {}),  # rounds without drafts: the drafter lags behind
-        ((4,), {"draft": "model+ngram"}),
-    ],
-)
-def test_every_chain_is_the_reference_s(
-    built: BuiltBlocks, lengths: tuple[int, ...], options: dict[str, object]
-) -> None:
-    engine, checker = checked(built, "fixed:4", **options)
-    scheduler = engine.step_runner.scheduler
-    scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-    drive(engine, make_requests(is_greedy=True))
-    assert (engine.metrics().num_preemptions > 0) == ("num_kv_blocks" in options)
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
+@pytest.fixture(scope="module", params=KINDS)
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> BuiltBlocks:
+    return BuiltBlocks(tmp_path_factory.mktemp("blocks"), **KINDS[request.param])
 
 
 def test_a_block_is_no_longer_than_the_drafter_s(built: BuiltBlocks) -> None:
@@ -48,47 +31,8 @@ def test_a_block_is_no_longer_than_the_drafter_s(built: BuiltBlocks) -> None:
     engine.step_runner.observers.append(lambda record: longest.append(record.frontier.num_drafted.max(initial=0)))
     drive(engine, make_requests(is_greedy=True))
     engine.close()
-    assert max(longest) == BLOCK_SIZE - 1
+    assert max(longest) == BLOCK_SIZE - 1 + built.reference.is_dspark
     assert checker.num_equal == checker.num_chains > 20
-
-
-@pytest.mark.parametrize("fault", ["context", "mask"])
-def test_faults_are_noticed(built: BuiltBlocks, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: another context, or another token in place of the mask, gives other chains."""
-    engine, checker = checked(built, "fixed:3")
-    drafter = engine.step_runner.partitions[WHOLE].draft
-    assert isinstance(drafter, LlvmBlockRunner)
-    features, run = drafter.pool.features, drafter.run_segment
-
-    def run_on_others(segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        drafter.pool.features = {layer: np.roll(rows_of, 1, axis=1) for layer, rows_of in features.items()}
-        return run(segment, rows, hidden)
-
-    if fault == "context":
-        monkeypatch.setattr(drafter, "run_segment", run_on_others)
-    else:
-        drafter.mask_id = 5
-    drive(engine, make_requests(is_greedy=True))
-    engine.close()
-    assert checker.num_equal < 0.5 * checker.num_chains
-
-
-def test_rows_that_leave_at_an_exit_leave_no_hole(built: BuiltBlocks) -> None:
-    requests = make_requests(is_greedy=True)
-    engine, checker = checked(built, "fixed:5")
-    prune(engine, prefills_draft=False)
-    tokens = drive(engine, requests).tokens
-    assert engine.metrics().num_pruned > 0
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
-    assert tokens == tokens_of(built, "none", requests)
-
-
-@pytest.mark.parametrize("policy", ["fixed:4", "goodput", "survival", "faser"])
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32, "draft": "model+ngram"}])
-def test_tokens_equal_plain_decoding(built: BuiltBlocks, policy: str, options: dict[str, object]) -> None:
-    requests = make_requests(num_shared=9)
-    assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
 
 
 def test_draws_that_depend_on_those_before_are_made_in_order(
@@ -113,8 +57,53 @@ def test_draws_that_depend_on_those_before_are_made_in_order(
     assert drafted() == at_once
 
 
-def test_rejection_sampling_takes_a_block_s_distributions(built: BuiltBlocks) -> None:
-    greedy = make_requests(is_greedy=True)
-    assert tokens_of(built, "fixed:4", greedy, acceptance="rejection") == tokens_of(built, "none", greedy)
-    sampled = tokens_of(built, "fixed:4", make_requests(), acceptance="rejection")
-    assert {len(tokens) for tokens in sampled.values()} == {16}
+def draft_errors(built: BuiltBlocks, acceptance: str, fault: str = "") -> tuple[float, float]:
+    """Returns the largest differences from the reference: of tokens from draws of its logits with their own positions'
+    noise, or of the distributions that rejection sampling tests; and of margins from its confidences."""
+    engine, _ = checked(built, "fixed:4", acceptance=acceptance)
+    drafter = engine.step_runner.partitions[WHOLE].draft
+    assert isinstance(drafter, LlvmBlockRunner)
+    run, biased = drafter.run_block, drafter.biased
+    if fault == "no bias":
+        drafter.biased = lambda logits, index, _: logits[index]
+    elif fault == "token":
+        drafter.biased = lambda logits, index, previous: biased(logits, index, (previous + 1) % VOCAB_SIZE)
+    elif fault == "mask":
+        drafter.mask_id = 5
+    elif fault == "order":
+        drafter.run_block = lambda rows: (run(rows)[0], run(rows)[1][::-1])  # pyright: ignore[reportOptionalSubscript]
+    of_draws, of_margins = [], []
+
+    def observe(record: StepRecord) -> None:
+        frontier = record.frontier
+        for row in np.flatnonzero(frontier.num_drafted):
+            sequence, count = record.plan.decodes[row], int(frontier.num_drafted[row])
+            tokens, drafted = sequence.token_ids[: record.num_tokens[row]].copy(), frontier.drafted[row, :count]
+            logits, confidences = built.block_of(tokens, drafted)
+            sampler, offsets = NumpySampler(VOCAB_SIZE, 1), np.arange(count)
+            sampler.add(0, sequence.request.sampling, tokens, tokens.size, ())
+            draws = SamplingRows(0 * offsets, tokens.size + offsets, 0 * offsets, offsets, drafted[None])
+            if frontier.draft_probs is None:
+                of_draws.append(sampler.sample(logits, draws) != drafted)
+            else:
+                of_draws.append(np.abs(frontier.draft_probs[row, :count] - sampler.probabilities(logits, draws)))
+            assert frontier.margins is not None
+            of_margins.append(np.abs(frontier.margins[row, :count] - np.logaddexp(0, confidences)))
+
+    engine.step_runner.observers.append(observe)
+    drive(engine, make_requests(4))
+    engine.close()
+    assert len(of_draws) > 20
+    return max(each.max() for each in of_draws), max(each.max() for each in of_margins)
+
+
+@pytest.mark.parametrize("acceptance", ["match", "rejection"])
+def test_each_draw_has_its_reference_s_distribution_and_confidence(built: BuiltBlocks, acceptance: str) -> None:
+    error = UNIT_ERROR if has_matrix_units() else MAX_ERROR
+    of_draws, of_margins = draft_errors(built, acceptance)
+    assert of_draws < error
+    for fault in ("mask", *("no bias", "token") * built.reference.is_dspark):
+        assert draft_errors(built, acceptance, fault)[0] > 0.1, fault
+    if built.reference.is_dspark:
+        assert of_margins < error
+        assert draft_errors(built, acceptance, "order")[1] > 0.1

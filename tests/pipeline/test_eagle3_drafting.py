@@ -1,9 +1,13 @@
-"""Engines that draft with an EAGLE-3 head: what they draft equals a dense reference, what they emit plain decoding."""
+"""Engines whose draft, an EAGLE-3 head or a block drafter, reads what the target made of each token.
+
+What they draft equals a dense reference, what they emit plain decoding.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,12 +17,11 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
-from faser_backend.cpu.draft_runners import LlvmHeadRunner
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.calibration import DrafterChoice
 from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import Built
-from tests.support.block_models import BuiltBlocks
+from tests.support.block_models import KINDS, BuiltBlocks
 from tests.support.forcing import Forced, at_random, forced, in_turns
 from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE
@@ -26,9 +29,12 @@ from tests.support.tiny_models import VOCAB_SIZE
 AnyBuilt = Built | BuiltBlocks
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,))
+@pytest.fixture(scope="module", params=["eagle3", *KINDS])
+def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AnyBuilt:
+    root = tmp_path_factory.mktemp("drafts")
+    if request.param == "eagle3":
+        return Built(root, exit_layers=(4,))
+    return BuiltBlocks(root, options={"exit_layers": (4,)}, **KINDS[request.param])
 
 
 def make_requests(count: int = 8, *, is_greedy: bool = False, num_shared: int = 0) -> list[Request]:
@@ -101,7 +107,7 @@ def prune(engine: Engine, **decisions: bool) -> None:
         ((5, 0, 2, 0, 0), {}),  # rounds without drafts: the head lags behind
     ],
 )
-def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], options: dict[str, object]) -> None:
+def test_every_chain_is_the_reference_s(built: AnyBuilt, lengths: tuple[int, ...], options: dict[str, object]) -> None:
     engine, checker = checked(built, "fixed:4", **options)
     scheduler = engine.step_runner.scheduler
     scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
@@ -112,7 +118,7 @@ def test_every_chain_is_the_reference_s(built: Built, lengths: tuple[int, ...], 
     assert checker.num_equal == checker.num_chains
 
 
-def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chains_beside_look_ups_are_the_reference_s(built: AnyBuilt, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head reads later what it missed while n-grams drafted; tokens equal plain decoding's."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
     requests = make_requests(is_greedy=True)
@@ -124,7 +130,7 @@ def test_chains_beside_look_ups_are_the_reference_s(built: Built, monkeypatch: p
 
 
 @pytest.mark.parametrize("shift", [0, 1])
-def test_clients_chains_go_beside_a_head_s(built: Built, shift: int) -> None:
+def test_clients_chains_go_beside_a_head_s(built: AnyBuilt, shift: int) -> None:
     """Right ones and those that go wrong somewhere. The head has not run them: it catches up from the target's states,
     and what it drafts behind them is the reference's."""
     expected = tokens_of(built, "none", make_requests(is_greedy=True))
@@ -142,11 +148,10 @@ def test_clients_chains_go_beside_a_head_s(built: Built, shift: int) -> None:
     assert stats is not None and (stats.num_accepted >= 6 or shift)
 
 
-def test_features_of_other_positions_are_noticed(built: Built) -> None:
+def test_features_of_other_positions_are_noticed(built: AnyBuilt) -> None:
     """Negative control: a head whose features lie one place further on drafts other chains."""
     engine, checker = checked(built, "fixed:3")
-    head = engine.step_runner.partitions[WHOLE].draft
-    assert isinstance(head, LlvmHeadRunner)
+    head = cast(Any, engine.step_runner.partitions[WHOLE].draft)
     target_features, run = head.pool.features, head.run_segment
 
     def run_on_others(segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -159,7 +164,7 @@ def test_features_of_other_positions_are_noticed(built: Built) -> None:
     assert checker.num_equal < 0.5 * checker.num_chains
 
 
-def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
+def test_prefixes_that_are_reused_are_drafted_behind(built: AnyBuilt) -> None:
     """A reused row may hold another sequence's next token, so that a few chains differ; features are never missing."""
     requests = make_requests(12, is_greedy=True, num_shared=20)
     engine, checker = checked(built, "fixed:3", enable_prefix_reuse=True)
@@ -171,7 +176,7 @@ def test_prefixes_that_are_reused_are_drafted_behind(built: Built) -> None:
 
 
 @pytest.mark.parametrize("prefills_draft", [True, False])
-def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: bool) -> None:
+def test_rows_that_leave_at_an_exit_leave_no_hole(built: AnyBuilt, prefills_draft: bool) -> None:
     """A pruned row has the features of the layers before the exit alone; its token is not committed with it. And a
     head that has read no prompt catches up before it drafts."""
     requests = make_requests(is_greedy=True)
@@ -185,9 +190,9 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, prefills_draft: 
 
 
 @pytest.mark.parametrize("policy", ["fixed:4", "goodput", "survival", "faser", "gp-lcb"])
-@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32}, {"pipeline": "run_ahead"}])
-def test_tokens_equal_plain_decoding(built: Built, policy: str, options: dict[str, object]) -> None:
-    requests = make_requests()
+@pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32, "draft": "model+ngram"}, {"pipeline": "run_ahead"}])
+def test_tokens_equal_plain_decoding(built: AnyBuilt, policy: str, options: dict[str, object]) -> None:
+    requests = make_requests(num_shared=9)
     assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
 
 
@@ -199,14 +204,14 @@ def test_tokens_equal_plain_decoding_with_halves_in_the_pool(tmp_path: Path) -> 
     assert tokens_of(built, "fixed:4", requests, num_kv_blocks=32) == tokens_of(built, "faser", requests) == plain
 
 
-def test_overlap_is_refused_with_its_reason(built: Built, caplog: pytest.LogCaptureFixture) -> None:
+def test_overlap_is_refused_with_its_reason(built: AnyBuilt, caplog: pytest.LogCaptureFixture) -> None:
     engine = open_engine(built, "fixed:2", pipeline="ping_pong")
     assert list(engine.step_runner.partitions) == [WHOLE]
     engine.close()
     assert "pipeline = ping_pong" in caplog.text and "EAGLE-3 head" in caplog.text
 
 
-def test_rejection_sampling_takes_a_head_s_distribution(built: Built) -> None:
+def test_rejection_sampling_takes_a_head_s_distribution(built: AnyBuilt) -> None:
     requests = make_requests(is_greedy=True)
     plain = tokens_of(built, "none", requests)
     assert tokens_of(built, "fixed:4", requests, acceptance="rejection") == plain

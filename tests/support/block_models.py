@@ -1,20 +1,20 @@
-"""Random DFlash drafters in the published format, engines with them, and a torch reference of such a drafter.
+"""Random block drafters in the published formats, engines with them, and a torch reference of such a drafter.
 
-The reference follows arXiv 2602.06036 and the published checkpoints, one sequence at a time and without a cache.
+The reference follows arXiv 2602.06036 (DFlash) and 2607.05147 (DSpark) with the published checkpoints, one sequence at
+a time and without a cache.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from faser_backend.engines.build import build_engines
+from tests.support.eagle3_models import ReferenceHead, write_draft
 from tests.support.tiny_models import DEFAULTS, VOCAB_SIZE, reference_model, write_checkpoint, write_tokenizer
 
 NUM_TARGET_LAYERS = 6
@@ -42,9 +42,20 @@ DRAFTER: dict[str, Any] = {
     "num_target_layers": NUM_TARGET_LAYERS,
     "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": LAYERS},
 }
+DSPARK: dict[str, Any] = {
+    "architectures": ["Qwen3DSparkModel"],
+    "tie_word_embeddings": False,
+    "dflash_config": None,
+    **DRAFTER["dflash_config"],
+    "markov_rank": 16,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+}
+KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "dspark": DSPARK}
 
 
-def drafter_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch.Tensor]:
+def drafter_tensors(config: dict[str, Any], *, has_ends: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
     """Returns random weights under the published names."""
     rng = torch.Generator().manual_seed(seed)
     d, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]
@@ -56,23 +67,29 @@ def drafter_tensors(config: dict[str, Any], *, seed: int = 0) -> dict[str, torch
         own |= {"self_attn.q_proj": (num_q, d), "self_attn.k_proj": (num_kv, d), "self_attn.v_proj": (num_kv, d)}
         own |= {"self_attn.q_norm": (size,), "self_attn.k_norm": (size,)}
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
-    return {
+    if rank := config.get("markov_rank"):
+        shapes |= {f"markov_head.markov_w{i}": (PADDED_SIZE, rank) for i in (1, 2)}
+    if has_ends:
+        shapes |= dict.fromkeys(("embed_tokens", "lm_head"), (PADDED_SIZE, d))
+    tensors = {
         f"{name}.weight": torch.randn(shape, generator=rng) * 0.25 + (len(shape) == 1) for name, shape in shapes.items()
     }
+    if config.get("enable_confidence_head"):
+        tensors["confidence_head.proj.weight"] = torch.randn((1, d + (rank or 0)), generator=rng)
+        tensors["confidence_head.proj.bias"] = torch.ones(1)
+    return tensors
 
 
-def write_drafter(directory: Path, **changes: Any) -> Path:
+def write_drafter(directory: Path, *, has_ends: bool = False, **changes: Any) -> Path:
     config = {name: value for name, value in {**DRAFTER, **changes}.items() if value is not None}
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(config))
-    save_file(drafter_tensors(config), directory / "model.safetensors")
-    return directory
+    return write_draft(drafter_tensors(config, has_ends=has_ends), config, directory)
 
 
 class BuiltBlocks:
     """A target and a block drafter that were built together, with references of both."""
 
-    def __init__(self, root: Path, *, is_tied: bool = False, options: dict[str, Any] | None = None, **config: Any):
+    def __init__(self, root: Path, *, is_tied: bool = False, options: dict[str, Any] | None = None, **drafter: Any):
+        """drafter: see write_drafter."""
         self.source = write_checkpoint(
             root / "target",
             num_hidden_layers=NUM_TARGET_LAYERS,
@@ -81,12 +98,12 @@ class BuiltBlocks:
         )
         write_tokenizer(self.source, VOCAB_SIZE)
         self.directory = root / "engine"
-        drafter = write_drafter(root / "drafter", **config)
-        self.manifest = build_engines(self.source, drafter, self.directory, **{"kv_block_size": 4, **(options or {})})
+        drafts = write_drafter(root / "drafter", **drafter)
+        self.manifest = build_engines(self.source, drafts, self.directory, **{"kv_block_size": 4, **(options or {})})
         self.target_reference = reference_model(self.source)
         parameters = dict(self.target_reference.named_parameters(remove_duplicate=False))
         ends = [parameters[name].detach() for name in ("model.embed_tokens.weight", "lm_head.weight")]
-        self.reference = ReferenceDrafter(drafter, *ends)
+        self.reference = ReferenceDrafter(drafts, *ends)
 
     def features(self, token_ids: np.ndarray) -> torch.Tensor:
         """Returns the target's hidden states for the drafter, side by side: [n, len(LAYERS) * hidden_size]."""
@@ -94,65 +111,54 @@ class BuiltBlocks:
             run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
         return torch.cat([run.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
 
-    def block_of(self, token_ids: np.ndarray, num_masks: int) -> np.ndarray:
-        """Returns the logits [num_masks, VOCAB_SIZE] of a block behind token_ids, whose last one is the anchor."""
-        return self.reference.run(self.features(token_ids[:-1]), int(token_ids[-1]), num_masks)
+    def block_of(self, token_ids: np.ndarray, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns logits [n, VOCAB_SIZE] and confidences [n] of a block behind token_ids, whose last one is the anchor,
+        if drafted [n] is drawn."""
+        hidden = self.reference.block(self.features(token_ids[:-1]), int(token_ids[-1]), drafted.size)
+        return self.reference.predict(hidden, np.append(token_ids[-1], drafted[:-1]))
 
     def chain_behind(self, tokens: np.ndarray, num_draft_tokens: int) -> list[int]:
         """Drafts greedily behind `tokens`, none of it from a cache."""
-        return self.block_of(tokens, num_draft_tokens).argmax(axis=1).tolist()
+        chain = tokens[-1:]
+        for row in self.reference.block(self.features(tokens[:-1]), int(tokens[-1]), num_draft_tokens):
+            chain = np.append(chain, self.reference.predict(row[None], chain[-1:])[0].argmax())
+        return chain[1:].tolist()
 
 
-class ReferenceDrafter:
-    """A published drafter with its target's embedding and head [rows, d]."""
+class ReferenceDrafter(ReferenceHead):
+    """A published drafter; embedding and head [rows, d]: its target's, for a drafter without."""
 
-    is_causal = False  # a fault for tests, as is normalises_context
+    is_causal = False  # a fault for tests, as are the next three
     normalises_context = True
+    num_idle = 0  # rows that DSpark skips
+    bias_lag = 0  # tokens between a row and that of its bias
 
     def __init__(self, directory: Path, embedding: torch.Tensor, head: torch.Tensor) -> None:
-        self.config = json.loads((directory / "config.json").read_text())
-        self.tensors = load_file(directory / "model.safetensors")
-        self.embedding, self.head = embedding, head
+        super().__init__(directory, embedding)
+        self.ends = {"embed_tokens.weight": embedding, "lm_head.weight": head}
+        self.is_dspark = "markov_rank" in self.config
 
-    def run(self, features: torch.Tensor, anchor: int, num_masks: int) -> np.ndarray:
-        """Returns logits of the masks of a block behind positions with features [n, ...]."""
+    def block(self, features: torch.Tensor, anchor: int, num_tokens: int) -> torch.Tensor:
+        """Returns hidden states [num_tokens, d] of a block behind positions with features [n, ...]."""
+        ends, num_idle = {**self.ends, **self.tensors}, self.num_idle if self.is_dspark else 1
+        mask = {**self.config, **self.config.get("dflash_config", {})}["mask_token_id"]
         context = linear(features, self.tensors["fc.weight"])
         if self.normalises_context:
             context = self._norm(context, "hidden_norm")
-        x = self.embedding[[anchor] + [self.config["dflash_config"]["mask_token_id"]] * num_masks]
+        x = ends["embed_tokens.weight"][[anchor] + [mask] * (num_tokens + num_idle - 1)]
         for layer in range(self.config["num_hidden_layers"]):
-            name = f"layers.{layer}."
-            x = x + self._attention(name, self._norm(x, f"{name}input_layernorm"), context)
-            normed = self._norm(x, f"{name}post_attention_layernorm")
-            gate, up = (linear(normed, self.tensors[f"{name}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
-            x = x + linear(silu(gate) * up, self.tensors[f"{name}mlp.down_proj.weight"])
-        return linear(self._norm(x[1:], "norm"), self.head)[:, :VOCAB_SIZE].numpy()
+            self._prefix = f"layers.{layer}."
+            normed = self._norm(x, f"{self._prefix}input_layernorm")
+            attended = self._attended(normed, torch.cat([context, normed]), is_causal=self.is_causal)
+            x = self._fed_forward(x + attended)
+        return self._norm(x[num_idle:], "norm")
 
-    def _attention(self, name: str, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        head_dim, num_seen = self.config["head_dim"], context.shape[0]
-        both = torch.cat([context, x])
-        q, k, v = (
-            linear(rows, self.tensors[f"{name}self_attn.{part}_proj.weight"]).view(rows.shape[0], -1, head_dim)
-            for part, rows in (("q", x), ("k", both), ("v", both))
-        )
-        q, k = self._norm(q, f"{name}self_attn.q_norm"), self._norm(k, f"{name}self_attn.k_norm")
-        q, k = self._rotated(q, num_seen), self._rotated(k, 0)
-        k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
-        if self.is_causal:
-            hidden = torch.ones(q.shape[0], k.shape[0]).triu(1 + num_seen).bool()
-            scores = scores.masked_fill(hidden, float("-inf"))
-        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
-        return linear(mixed.reshape(q.shape[0], -1), self.tensors[f"{name}self_attn.o_proj.weight"])
-
-    def _rotated(self, x: torch.Tensor, first: int) -> torch.Tensor:
-        half = x.shape[-1] // 2
-        frequencies = self.config["rope_theta"] ** (-torch.arange(half).double() / half)
-        angles = torch.arange(first, first + x.shape[0])[:, None].double() * frequencies
-        cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
-        one, two = x[..., :half], x[..., half:]
-        return torch.cat([one * cos - two * sin, two * cos + one * sin], dim=-1)
-
-    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
-        return x * scale * self.tensors[f"{name}.weight"]
+    def predict(self, hidden: torch.Tensor, previous: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns logits [n, VOCAB_SIZE] and confidences [n] of hidden states [n, d] behind tokens previous [n]."""
+        logits, confidences = linear(hidden, {**self.ends, **self.tensors}["lm_head.weight"]), torch.zeros(len(hidden))
+        if self.is_dspark:
+            of_token = self.tensors["markov_head.markov_w1.weight"][np.roll(previous, self.bias_lag)]
+            logits = logits + linear(of_token, self.tensors["markov_head.markov_w2.weight"])
+            weight, bias = (self.tensors[f"confidence_head.proj.{kind}"] for kind in ("weight", "bias"))
+            confidences = linear(torch.cat([hidden, of_token], dim=-1), weight, bias)[:, 0]
+        return logits[:, :VOCAB_SIZE].numpy(), confidences.numpy()

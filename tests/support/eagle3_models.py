@@ -69,9 +69,13 @@ def head_tensors(config: dict[str, Any], *, seed: int = 0, prefix: str = "midlay
 def write_head(directory: Path, tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> Path:
     """Writes a checkpoint directory as SpecForge does: no tokenizer, an embedding only if `tensors` has one."""
     config = {name: value for name, value in {**HEAD, **changes}.items() if value is not None}
+    return write_draft(head_tensors(config) if tensors is None else tensors, config, directory)
+
+
+def write_draft(tensors: dict[str, torch.Tensor], config: dict[str, Any], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    save_file(head_tensors(config) if tensors is None else tensors, directory / "model.safetensors")
+    save_file(tensors, directory / "model.safetensors")
     return directory
 
 
@@ -119,10 +123,7 @@ class ReferenceHead:
         d]."""
         embedded = self._norm(self.embedding[torch.from_numpy(token_ids)], f"{self._prefix}input_layernorm")
         both = torch.cat([embedded, self._norm(hidden, f"{self._prefix}hidden_norm")], dim=-1)
-        hidden = hidden + self._attention(both)
-        normed = self._norm(hidden, f"{self._prefix}post_attention_layernorm")
-        gate, up = (self._linear(normed, f"mlp.{name}_proj") for name in ("gate", "up"))
-        hidden = hidden + self._linear(silu(gate) * up, "mlp.down_proj")
+        hidden = self._fed_forward(hidden + self._attended(both, both, is_causal=True))
         logits = linear(self._norm(hidden, "norm"), self.tensors["lm_head.weight"])
         return self._over_all_ids(logits).numpy(), hidden
 
@@ -132,21 +133,33 @@ class ReferenceHead:
         full[:, ids + self.tensors.get("d2t", torch.zeros_like(ids))] = logits
         return full
 
-    def _attention(self, x: torch.Tensor) -> torch.Tensor:
-        n, head_dim = x.shape[0], self.config["head_dim"]
-        q, k, v = (self._linear(x, f"self_attn.{name}_proj").view(n, -1, head_dim) for name in "qkv")
-        q, k = self._rotated(q), self._rotated(k)
+    def _fed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self._norm(x, f"{self._prefix}post_attention_layernorm")
+        gate, up = (self._linear(normed, f"mlp.{name}_proj") for name in ("gate", "up"))
+        return x + self._linear(silu(gate) * up, "mlp.down_proj")
+
+    def _attended(self, x: torch.Tensor, seen: torch.Tensor, *, is_causal: bool) -> torch.Tensor:
+        """Returns attention's output [n, d] of x [n, any], the last n of the rows seen [m, any]."""
+        (n, _), (m, _), head_dim = x.shape, seen.shape, self.config["head_dim"]
+        q, k, v = (
+            self._linear(rows, f"self_attn.{name}_proj").unflatten(1, (-1, head_dim))
+            for name, rows in (("q", x), ("k", seen), ("v", seen))
+        )
+        if f"{self._prefix}self_attn.q_norm.weight" in self.tensors:
+            q, k = self._norm(q, f"{self._prefix}self_attn.q_norm"), self._norm(k, f"{self._prefix}self_attn.k_norm")
+        q, k = self._rotated(q, m - n), self._rotated(k, 0)
         k, v = (y.repeat_interleave(q.shape[1] // y.shape[1], dim=1) for y in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) / head_dim**0.5
-        scores = scores.masked_fill(torch.ones(n, n).triu(1).bool(), float("-inf"))
+        if is_causal:
+            scores = scores.masked_fill(torch.ones(n, m).triu(1 + m - n).bool(), float("-inf"))
         mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         return self._linear(mixed.reshape(n, -1), "self_attn.o_proj")
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        """Applies RoPE to x [n, heads, head_dim]; halves are paired, as in Llama."""
+    def _rotated(self, x: torch.Tensor, start: int) -> torch.Tensor:
+        """Applies RoPE to x [n, heads, head_dim] at positions from start on; halves are paired, as in Llama."""
         half = x.shape[-1] // 2
-        theta = self.config.get("rope_theta", 10000.0)
-        angles = torch.arange(x.shape[0])[:, None].double() * theta ** (-torch.arange(half).double() / half)
+        frequencies = self.config.get("rope_theta", 10000.0) ** (-torch.arange(half).double() / half)
+        angles = torch.arange(start, start + x.shape[0])[:, None].double() * frequencies
         cos, sin = angles.cos().float()[:, None], angles.sin().float()[:, None]
         first, second = x[..., :half], x[..., half:]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
