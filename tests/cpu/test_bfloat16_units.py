@@ -185,8 +185,8 @@ emulate(sys.argv[1])
 
 
 @pytest.mark.parametrize("breaks", ["", "weights in one part"])
-def test_matrix_units_are_addressed_rightly(breaks: str):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+def test_matrix_units_are_addressed_rightly(breaks: str, tmp_path: Path):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", EMULATED, breaks]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
     assert (done.returncode == 0) == (not breaks), done.stderr[-3000:]

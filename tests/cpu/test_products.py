@@ -15,7 +15,8 @@ import pytest
 from llvmlite import ir
 
 from faser_backend.core.model import COMPUTES
-from faser_backend.cpu.kernels import matrix_units, vector_products
+from faser_backend.cpu.kernels import compilation, matrix_units, vector_products
+from faser_backend.cpu.kernels.compilation import f32, i64
 from faser_backend.cpu.kernels.layouts import (
     FORMATS,
     LANES,
@@ -27,6 +28,7 @@ from faser_backend.cpu.kernels.layouts import (
 )
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS
 from faser_backend.cpu.kernels.products import (
+    STORED,
     multiply_rows,
     pack,
     packed_size,
@@ -44,17 +46,23 @@ SHAPES = [(576, 200), (96, 40), (100, 33), (31, 16), (1, 1)]  # inputs, outputs
 
 @cache
 def product_and_scores(code: int):
-    """Returns one kernel for both, because the tiles that they share are most of what is compiled."""
+    """Returns one kernel for both, because the tiles that they share are most of what is compiled.
 
-    @numba.njit(nogil=True)
+    It is kept on disk, for other files of tests.
+    """
+    stamp, sizes = compilation.source_stamp(), [numba.int64] * 4
+    floats = f32[2], f32[2], f32[1], STORED
+    signature = numba.void(*floats, *sizes, numba.boolean, f32[1], f32[1], i64[1])
+
     def kernel(y, x, packed, weights, offset, first, last, num_rows, adds, scratch, scores, candidates):
+        _ = stamp
         if candidates.size:
             score_columns(code, scores, x[0], weights, offset, candidates, scratch)
         else:
             pack(code, packed, x, 0, num_rows)
             multiply_rows(code, y, x, packed, weights, offset, first, last, num_rows, adds, scratch)
 
-    return kernel
+    return compilation.compile_kernel(kernel, signature)
 
 
 @cache
@@ -278,9 +286,11 @@ np.savez(sys.argv[2], **results)
 
 def products_elsewhere(path: Path, tile_rows: int, *formats: str) -> dict[str, np.ndarray]:
     """Returns, by format and rows, the last of 45 rows of Matrix(format, 100, 200) without matrix units."""
-    environment = {**os.environ, "FASER_MATRIX_UNITS": "off", "PYTHONPATH": str(ROOT)}
+    changes = {"FASER_MATRIX_UNITS": "off", "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(path.parent)}
     command = [sys.executable, "-c", ANOTHER_CPU, str(tile_rows), str(path), *formats]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
+    done = subprocess.run(
+        command, env={**os.environ, **changes}, capture_output=True, text=True, check=False, timeout=200
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(np.load(path))
 

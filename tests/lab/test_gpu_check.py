@@ -98,21 +98,17 @@ def outcomes_of(*names: str, budget_s: float = 60.0, needs_gpu: bool = False) ->
     return outcomes
 
 
-@pytest.mark.parametrize(
-    ("name", "status", "result", "error"),
-    [
-        ("raises", "failed", {"known": 1}, "ValueError: as it had to"),
-        ("hangs", "timed out", {"known": 2}, "killed"),
-        ("dies", "died", {}, "SIGKILL"),
-        ("prints", "done", {"printed": True}, ""),
-        ("holds_no_json", "failed", {}, "item"),
-    ],
-)
-def test_what_a_part_does_is_recorded_and_the_next_runs_in_a_child_of_its_own(
-    name: str, status: str, result: dict, error: str
-):
-    outcomes = outcomes_of(name, "well")
-    assert (outcomes[name].status, outcomes[name].result) == (status, result) and error in outcomes[name].error
+def test_what_a_part_does_is_recorded_and_the_next_runs_in_a_child_of_its_own():
+    fates = {
+        "raises": ("failed", {"known": 1}, "ValueError: as it had to"),
+        "hangs": ("timed out", {"known": 2}, "killed"),
+        "dies": ("died", {}, "SIGKILL"),
+        "prints": ("done", {"printed": True}, ""),
+        "holds_no_json": ("failed", {}, "item"),
+    }
+    outcomes = outcomes_of(*fates, "well")
+    for name, (status, result, error) in fates.items():
+        assert (outcomes[name].status, outcomes[name].result) == (status, result) and error in outcomes[name].error
     assert outcomes["well"].status == "done" and outcomes["well"].result["process"] != os.getpid()
 
 

@@ -6,7 +6,6 @@ What they draft equals a dense reference, what they emit plain decoding.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -194,14 +193,6 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: AnyBuilt, prefills_draf
 def test_tokens_equal_plain_decoding(built: AnyBuilt, policy: str, options: dict[str, object]) -> None:
     requests = make_requests(num_shared=9)
     assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
-
-
-def test_tokens_equal_plain_decoding_with_halves_in_the_pool(tmp_path: Path) -> None:
-    """Greedy, sampled and with sequences that are preempted."""
-    built, requests = Built(tmp_path, kv_cache_dtype="fp16"), make_requests()
-    assert built.manifest.kv_cache_dtype == "fp16"
-    plain = tokens_of(built, "none", requests)
-    assert tokens_of(built, "fixed:4", requests, num_kv_blocks=32) == tokens_of(built, "faser", requests) == plain
 
 
 def test_overlap_is_refused_with_its_reason(built: AnyBuilt, caplog: pytest.LogCaptureFixture) -> None:

@@ -162,16 +162,13 @@ def test_few_programs_start_and_most_have_work(monkeypatch):
     monkeypatch.setattr(attention, "attend_chunk", lambda *arguments, **constants: arguments[7:10])
     monkeypatch.setattr(attention, "combine_splits", lambda *_: None)
     monkeypatch.setattr(attention, "on_grid", lambda kernel, *grid: grids.append(grid) or on_grid(kernel, *grid))
-    wanted = control = 0
-    for seed in range(2):
-        rows = rng.integers(1, 6, rng.integers(2, 12))
-        contexts = rng.integers(0, 2000, len(rows))
-        call = make_call(Shape(tuple(rows), tuple(contexts), group=4, head_dim=16, kv_block_size=16), seed)
-        count = next(count for count in ROW_COUNTS if count >= rows.sum())
-        graph, width = padded(call, count, count, 256)
-        wanted += 2 * int((-(-rows // 8) * np.maximum(-(-contexts // 256), 1)).sum())  # in two KV heads
-        control += 2 * 8 * attention.num_tiles(count, count, 8)
-        run(graph, num_splits=8, max_rows=8, min_part_tokens=256, table_width=width, num_sms=20)
+    rows, contexts = rng.integers(1, 6, 10), rng.integers(0, 2000, 10)
+    call = make_call(Shape(tuple(rows), tuple(contexts), group=4, head_dim=16, kv_block_size=16), 0)
+    count = next(count for count in ROW_COUNTS if count >= rows.sum())
+    graph, width = padded(call, count, count, 256)
+    wanted = 2 * int((-(-rows // 8) * np.maximum(-(-contexts // 256), 1)).sum())  # in two KV heads
+    control = 2 * 8 * attention.num_tiles(count, count, 8)
+    run(graph, num_splits=8, max_rows=8, min_part_tokens=256, table_width=width, num_sms=20)
     started = sum(map(np.prod, grids))
     assert len(items) == wanted and started <= 1.3 * wanted < control / 2, (started, control)
 
