@@ -50,7 +50,7 @@ def replay(*, options: ReplayOptions) -> None:
 
 @takes(options=HeadOptions)
 def train_head(*, options: HeadOptions) -> None:
-    """Train an EAGLE-3 head for a target.
+    """Train an EAGLE-3 head or block drafter for a target.
 
     Learn from conversations that the target writes itself.
     """

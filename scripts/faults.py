@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Kills processes and fills disks; shows what clients see. See lab/abuse/faults.py."""
+"""Kills and halts processes; shows what clients see. See lab/abuse/faults.py."""
 
 import sys
 from pathlib import Path

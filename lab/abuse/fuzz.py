@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.lab.abuse import openai_attacks
 from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, make_case
 from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http, make_request
 from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, report, serving
@@ -144,14 +143,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
     parser.add_argument("--cases", type=int, default=10_000, help="Send this many, a quarter per contract and mode.")
     parser.add_argument("--only", type=int, help="Send only this case of the seed.")
-    parser.add_argument("--openai", action="store_true", help="Attack the OpenAI server instead.")
     parser.add_argument("--serve-options", default="--num-threads 1", help="Pass these options to `faser serve`.")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: must be at least 1")
-    if args.openai:
-        return openai_attacks.run(args.serve_options.split())
     outcomes = []
     for contract, mode in [(contract, mode) for contract in CONTRACTS for mode in MODES]:
         numbers = [args.only] if args.only is not None else range(args.cases // (len(CONTRACTS) * len(MODES)))

@@ -72,13 +72,13 @@ class ServerProcess:
 
 
 class Server(ServerProcess):
-    """`faser serve` on loopback ports for HTTP, gRPC and metrics; `before`: words of a command that becomes it."""
+    """`faser serve` on loopback ports for HTTP, gRPC and metrics."""
 
-    def __init__(self, options: list[str], log: Path, *, ports: Sequence[int] = (), before: Sequence[str] = ()) -> None:
+    def __init__(self, options: list[str], log: Path, *, ports: Sequence[int] = ()) -> None:
         self.ports = http, grpc, metrics = ports or free_ports(3)
         self.url = f"127.0.0.1:{grpc}"
         given = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
-        command = [*before, sys.executable, "-m", "faser_backend.cli", "serve", *given, *options]
+        command = [sys.executable, "-m", "faser_backend.cli", "serve", *given, *options]
         super().__init__(command, f"http://127.0.0.1:{http}/v2/health/ready", log)
 
 

@@ -84,9 +84,20 @@ class Corpus:
 
     def frequent_ids(self, vocab_size: int, num_ids: int) -> np.ndarray:
         """Returns the most frequent ids, [num_ids] ascending; ties go to the lowest, which tokenizers learned first."""
-        said = np.concatenate([dialogue.token_ids for shard in self.shards[HELD_OUT_SHARDS:] for dialogue in shard])
-        counts = np.bincount(said, minlength=vocab_size)
+        counts = self._counts(self.shards[HELD_OUT_SHARDS:], vocab_size)
         return np.sort(np.argsort(-counts, kind="stable")[:num_ids])
+
+    def unused_id(self, vocab_size: int) -> int:
+        """Returns the highest id of no conversation. Raises ConfigError if there is none."""
+        unused = np.flatnonzero(self._counts(self.shards, vocab_size) == 0)
+        if not unused.size:
+            raise ConfigError(f"mask_id: the conversations have all {vocab_size} ids; choose one")
+        return int(unused[-1])
+
+    @staticmethod
+    def _counts(shards: Sequence[Sequence[Dialogue]], vocab_size: int) -> np.ndarray:
+        said = np.concatenate([dialogue.token_ids for shard in shards for dialogue in shard])
+        return np.bincount(said, minlength=vocab_size)
 
     def plan(self, first_shard: int, num_shards: int, tokens_per_step: int, seed: int) -> list[list[tuple[int, int]]]:
         """Returns (shard, dialogue) of each batch of one pass over shards [first_shard, num_shards) without held-out

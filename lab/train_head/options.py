@@ -20,19 +20,23 @@ class Stage(StrEnum):
 
 
 class HeadOptions(OptionTable):
-    """The options. num_ids, num_kv_heads, intermediate_size: None keeps the checkpoint's value, or the default."""
+    """The options. Of the shape (num_ids to mask_id), None keeps the checkpoint's value, or the default."""
 
     target: Path = option(..., shared.TARGET)
     output: Path = option(..., shared.OUTPUT)
+    kind: Literal["eagle3", "block"] = option("eagle3", "Train an EAGLE-3 head, or a DFlash block drafter.")
     work: Path | None = option(None, "Keep data and checkpoints here, and resume from them.", unset="OUTPUT.work")
     stage: list[Stage] = option([], "Run only this stage; repeatable.", unset="all")
     tokens: int = option(1_000_000, "Let the target write this many tokens.", ge=1)
     passes: int = option(3, "Go over the data this many times.", ge=1)
     new_data: bool = option(False, "Continue a trained head on new data alone.", flags="--new-data")
     num_ids: int | None = option(None, "Limit the draft vocabulary to the most frequent ids.", unset="8192", ge=1)
-    num_kv_heads: int | None = option(None, "Give the head this many KV heads.", unset="the target's", ge=1)
-    intermediate_size: int | None = option(None, "Set the intermediate size of the head.", unset="the target's", ge=1)
-    chain_length: int = option(3, "Draft this many steps per row in training.", ge=1)
+    num_layers: int | None = option(None, "Give the block drafter this many layers.", unset="3", ge=1)
+    block_size: int | None = option(None, "Set tokens per block, its first included.", unset="8", ge=2)
+    num_kv_heads: int | None = option(None, "Give the draft this many KV heads.", unset="the target's", ge=1)
+    intermediate_size: int | None = option(None, "Set the intermediate size of the draft.", unset="the target's", ge=1)
+    mask_id: int | None = option(None, "Mask a block's tokens with this id.", unset="the last unused id", ge=0)
+    chain_length: int = option(3, "Draft this many steps per row of a head.", ge=1)
     tokens_per_step: int = option(2048, "Train on this many tokens per step.", ge=1)
     matrix_rate: float = option(2e-3, "Set the learning rate of matrices (Muon).", ge=0)
     rate: float = option(5e-4, "Set the learning rate of other weights (AdamW).", ge=0)
@@ -47,7 +51,7 @@ class HeadOptions(OptionTable):
     max_question: int = 192
     max_answer: int = 256
     round_tokens: int = 768  # that a slot writes before a round's conversations are saved
-    num_columns: int = 3072  # logits compared per step, 0 for all (sampled softmax, Jean et al. 2015)
+    num_columns: int = 3072  # logits compared per step, 0 for all
     warmup_steps: int = 40
     report_every: int = 20
     check_every: int = 100  # steps between checkpoints, each with a check on held-out dialogues

@@ -14,10 +14,9 @@ from rich.console import Console
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.lab.progress import progress_bar
-from faser_backend.lab.train_head.checkpoint import head_spec, save_head
 from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.lab.train_head.target import Target
-from faser_backend.lab.train_head.training import Progress, Trainer, load_state
+from faser_backend.lab.train_head.training import KINDS, Progress, Trainer, load_state
 from faser_backend.lab.train_head.writing import write_dialogues
 
 CURVE_FILE = "curve.png"
@@ -46,10 +45,9 @@ def train(options: HeadOptions) -> None:
 
 
 def save_trained(options: HeadOptions) -> None:
-    """Writes the head of the last checkpoint in the public format."""
+    """Writes the draft of the last checkpoint in the public format."""
     state, target = load_state(options), read_spec(open_checkpoint(options.target).fields)
-    spec = head_spec(target, state["shape"]["num_kv_heads"], state["shape"]["intermediate_size"])
-    num_bytes = save_head(options.output, target, spec, state["head"], state["token_ids"])
+    num_bytes = KINDS[options.kind].save(options.output, target, state)
     print_line(f"saved {options.output} ({num_bytes / 1e6:.1f} MB)")
 
 

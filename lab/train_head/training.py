@@ -1,4 +1,4 @@
-"""Trains a head by training-time test: each row drafts a short chain, and every step of it is compared with the target.
+"""Trains a draft of any kind over the target's dialogues, with checkpoints and checks.
 
 The plan depends on steps, not on seconds, so an interrupted run resumes as if it had not been. A finished run continues
 with a new plan and its weights once there are more data.
@@ -6,31 +6,26 @@ with a new plan and its weights once there are more data.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding, linear, pad
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.train_head.checkpoint import head_spec, new_head
-from faser_backend.lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus, Dialogue, Kind
-from faser_backend.lab.train_head.head import Head
+from faser_backend.core.model import MAX_BLOCK, ModelSpec
+from faser_backend.lab.train_head.blocks import BlockDraft
+from faser_backend.lab.train_head.chains import ChainDraft
+from faser_backend.lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus
+from faser_backend.lab.train_head.draft import Learned
 from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.lab.train_head.target import Target
 
 STATE_FILE = "training.pt"
-DEFAULT_NUM_IDS = 8192
-STEP_DECAY = 0.8  # weight of each further step of a chain
 WEIGHT_DECAY, MAX_GRADIENT = 0.01, 1.0
 NUM_CHECKED = 32  # held-out dialogues of a check; the last check takes all
-DEPTHS = 5  # that a check counts
-CHAIN = 4  # draft tokens of the chains that a check compares
-CHECKED_AT_ONCE = 8
+KINDS = {"eagle3": ChainDraft, "block": BlockDraft}
 
 
 @dataclass(slots=True)
@@ -49,104 +44,8 @@ class Progress:
     )  # rows, agreement by depth, accepted tokens
 
 
-class Objective:
-    """The target's probabilities over token_ids [num_ids], which a head can draft, at every step of a chain."""
-
-    def __init__(self, target: Target, token_ids: Tensor, dtype: torch.dtype) -> None:
-        device = target.device
-        self._target, self._device, self._dtype, self._table = target, device, dtype, target.embedding.float()
-        self.token_ids = token_ids.to(device)
-        self._rows = target.lm_head[self.token_ids].to(dtype)  # [num_ids, hidden_size]
-        self._index_of = torch.full((target.spec.vocab_size,), -1, device=device)  # by the target's id; -1: none
-        self._index_of[self.token_ids] = torch.arange(token_ids.numel(), device=device)
-
-    def losses(
-        self, head: Head, batch: Batch, *, chain_length: int, num_columns: int, seed: int
-    ) -> tuple[Tensor, float]:
-        """Returns the sum over steps, step k weighing STEP_DECAY^(k-1), and the first step's loss, in nats per row.
-
-        num_columns, seed: see `_columns`; 0 compares all logits. Rows whose best token the head cannot draft are left
-        out, as published.
-        """
-        best = batch.best_ids
-        is_known = (best >= 0) & (self._index_of[best.clamp(min=0)] >= 0)  # [B, n]
-        row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known row among the known ones
-        with self._autocast():
-            wanted = self._wanted(batch.normed[is_known])
-            chains = self._chains(head, batch, chain_length)
-        matrix, bias = head.lm_head.weight.to(self._dtype), None
-        if 0 < num_columns < matrix.shape[0]:
-            columns, bias = _columns(wanted, num_columns, seed)
-            matrix, wanted = matrix[columns], wanted[:, columns]
-            wanted = wanted / wanted.sum(-1, keepdim=True)
-        total, first, n = torch.zeros((), device=self._device), 0.0, best.shape[1]
-        for step, hidden in enumerate(chains, 1):
-            rows, positions = pad(is_known[:, step:], (0, min(step, n)), value=False).nonzero(as_tuple=True)
-            if rows.numel():
-                picked = hidden.flatten(0, 1).index_select(0, rows * n + positions)  # its gradient is added up quickly
-                logits = linear(picked.to(self._dtype), matrix).float()
-                shifted = logits if bias is None else logits + bias
-                loss = cross_entropy(shifted, wanted[row_of[rows, positions + step]])
-                total = total + STEP_DECAY ** (step - 1) * loss
-                first = first or float(loss.detach())
-        return total, first
-
-    @torch.no_grad()
-    def agreement(self, head: Head, dialogues: Sequence[Dialogue]) -> tuple[list[float], float]:
-        """Returns two measures over held-out answers.
-
-        The first, by depth of the chain with true tokens given: the share of rows whose best token is the target's. The
-        second, over greedy answers: how many of CHAIN tokens precede the first different one, as a verification
-        accepts.
-        """
-        ordered = sorted(dialogues, key=lambda dialogue: dialogue.num_tokens)
-        hits, rows = np.zeros(DEPTHS), np.zeros(DEPTHS)
-        num_kept = num_chains = 0
-        for first in range(0, len(ordered), CHECKED_AT_ONCE):
-            batch = Batch.of(ordered[first : first + CHECKED_AT_ONCE], self._target, learned=Kind.ANSWER)
-            with self._autocast():
-                chains = self._chains(head, batch, DEPTHS)
-                guesses = torch.stack([self.token_ids[linear(x, head.lm_head.weight).argmax(-1)] for x in chains])
-            n = batch.token_ids.shape[1]
-            best = torch.stack([pad(batch.best_ids[:, k:], (0, min(k, n)), value=-1) for k in range(1, DEPTHS + 1)])
-            right, counts = guesses == best, best >= 0
-            hits += (right & counts).sum((1, 2)).cpu().numpy()
-            rows += counts.sum((1, 2)).cpu().numpy()
-            kinds = torch.stack([pad(batch.kinds[:, k:], (0, min(k, n))) for k in range(2, CHAIN + 2)])
-            whole = (kinds == Kind.GREEDY).all(0)
-            num_kept += int((right[:CHAIN].int().cumprod(0).sum(0) * whole).sum())
-            num_chains += int(whole.sum())
-        return (hits / np.maximum(rows, 1)).tolist(), num_kept / max(num_chains, 1)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._device.type, self._dtype, enabled=self._dtype != torch.float32)
-
-    def _chains(self, head: Head, batch: Batch, num_steps: int) -> list[Tensor]:
-        embedded = embedding(batch.token_ids, self._table)
-        return head.chains(embedded, batch.features.to(embedded.dtype), num_steps)
-
-    @torch.no_grad()
-    def _wanted(self, normed: Tensor) -> Tensor:
-        """Returns the target's probabilities over the head's ids, [R, num_ids], from its states [R, hidden_size]."""
-        return linear(normed.to(self._dtype), self._rows).float().softmax(-1)
-
-
-@torch.no_grad()
-def _columns(wanted: Tensor, num_columns: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns logits to compare [num_columns], and an addend of each, which weighs a drawn column for the undrawn ones.
-    Two thirds are the most likely of the target's wanted [R, num_ids]."""
-    num_best = num_columns * 2 // 3
-    order = wanted.sum(0).argsort(descending=True)
-    best, rest = order[:num_best], order[num_best:]
-    rng = torch.Generator().manual_seed(seed)
-    drawn = torch.randperm(rest.numel(), generator=rng)[: num_columns - num_best]
-    bias = torch.zeros(num_columns, device=wanted.device)
-    bias[num_best:] = math.log(rest.numel() / drawn.numel())
-    return torch.cat([best, rest[drawn.to(rest.device)]]), bias
-
-
 class Trainer:
-    """One head and its optimizers, new or from the last checkpoint."""
+    """One draft and its optimizers, new or from the last checkpoint."""
 
     def __init__(self, target: Target, options: HeadOptions, report: Callable[[str], None] = print) -> None:
         """Loads the last checkpoint, or begins. report: called with each line for the user."""
@@ -157,17 +56,15 @@ class Trainer:
         if num_shards <= HELD_OUT_SHARDS:
             raise ConfigError(f"{options.dialogues}: {num_shards} shards; run the stage write first")
         state = load_state(options) if self._path.exists() else None
-        self._shape = shape_of(target, options, None if state is None else state["shape"])
-        spec = head_spec(target.spec, self._shape["num_kv_heads"], self._shape["intermediate_size"])
+        self._shape = shape_of(target.spec, options, self._corpus, None if state is None else state["shape"])
         if state is None:
-            token_ids = self._corpus.frequent_ids(target.spec.vocab_size, self._shape["num_ids"])
+            num_ids = self._shape.get("num_ids", target.spec.vocab_size)
+            self._token_ids = self._corpus.frequent_ids(target.spec.vocab_size, num_ids)
         else:
-            token_ids = state["token_ids"].cpu().numpy()
-        dtype = torch.float32 if options.precision == "fp32" else torch.bfloat16
-        self._objective = Objective(target, torch.from_numpy(token_ids), dtype)
-        self.head = new_head(target, spec, token_ids, options.seed).to(target.device)
+            self._token_ids = state["token_ids"].cpu().numpy()
+        self.draft = KINDS[options.kind](target, options, self._shape, self._token_ids)
         self.progress = Progress(0, num_shards, options.passes, options.seed)
-        parameters = dict(self.head.named_parameters())
+        parameters = dict(self.draft.model.named_parameters())
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and name != "lm_head.weight"]
         others = [p for name, p in parameters.items() if p.ndim == 1 or name == "lm_head.weight"]
         self._optimizers = [
@@ -177,7 +74,7 @@ class Trainer:
             torch.optim.AdamW(others, lr=options.rate, betas=(0.9, 0.95), weight_decay=WEIGHT_DECAY),
         ]
         if state is not None:
-            self.head.load_state_dict(state["head"])
+            self.draft.model.load_state_dict(state["head"])
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.progress = Progress(**state["progress"])
@@ -214,10 +111,10 @@ class Trainer:
         recent: list[float] = []
         while progress.step < len(batches):
             found = [self._corpus.shards[shard][dialogue] for shard, dialogue in batches[progress.step]]
-            batch = Batch.of(found, self._target, learned=Kind.QUESTION)
-            recent.append(self._learn(batch, len(batches)))
+            learned = self._learn(Batch.of(found, self._target, learned=self.draft.LEARNED), len(batches))
+            recent.append(learned.first)
             progress.step += 1
-            progress.num_rows += int((batch.best_ids >= 0).sum())
+            progress.num_rows += learned.num_rows
             is_last = progress.step == len(batches)
             if is_last or progress.step % options.report_every == 0:
                 progress.losses.append((progress.num_rows, float(np.mean(recent))))
@@ -232,10 +129,11 @@ class Trainer:
     def save(self) -> None:
         """Writes the checkpoint atomically."""
         state = {
+            "kind": self._options.kind,
             "shape": self._shape,
-            "head": self.head.state_dict(),
+            "head": self.draft.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
-            "token_ids": self._objective.token_ids.cpu(),
+            "token_ids": torch.from_numpy(self._token_ids),
             "progress": asdict(self.progress),
         }
         partial = self._path.with_suffix(".partial")
@@ -249,8 +147,8 @@ class Trainer:
         )
         return [batch for plan in plans for batch in plan]
 
-    def _learn(self, batch: Batch, num_steps: int) -> float:
-        """Runs one step. Returns the loss of the chains' first tokens, in nats per row."""
+    def _learn(self, batch: Batch, num_steps: int) -> Learned:
+        """Runs one step."""
         options, step = self._options, self.progress.step
         left = (num_steps - step) / max(num_steps * options.decay_share, 1)
         share = min(1.0, (step + 1) / options.warmup_steps, left)
@@ -258,57 +156,59 @@ class Trainer:
             for group in optimizer.param_groups:
                 group["lr"] = rate * share
             optimizer.zero_grad(set_to_none=True)
-        total, first = self._objective.losses(
-            self.head,
-            batch,
-            chain_length=options.chain_length,
-            num_columns=options.num_columns,
-            seed=options.seed * 1_000_003 + self.progress.num_rows,
-        )
-        total.backward()
-        torch.nn.utils.clip_grad_norm_(self.head.parameters(), MAX_GRADIENT)
+        learned = self.draft.losses(batch, options.seed * 1_000_003 + self.progress.num_rows)
+        learned.total.backward()
+        torch.nn.utils.clip_grad_norm_(self.draft.model.parameters(), MAX_GRADIENT)
         for optimizer in self._optimizers:
             optimizer.step()
-        return first
+        return learned
 
     def _check(self, num_dialogues: int | None) -> None:
-        shares, kept = self._objective.agreement(self.head, self._corpus.held_out()[:num_dialogues])
-        self.progress.checks.append((self.progress.num_rows, shares, kept))
-        shown = " / ".join(f"{share:.3f}" for share in shares)
+        """Checks some held-out dialogues; with None all, which reports the details too."""
+        check = self.draft.check(self._corpus.held_out()[:num_dialogues])
+        self.progress.checks.append((self.progress.num_rows, check.shares, check.kept))
+        shown = " / ".join(f"{share:.3f}" for share in check.shares)
         self._report(
-            f"held-out agreement at depth 1 to {DEPTHS}: {shown}, {kept:.2f} tokens of chains of {CHAIN} accepted"
+            f"held-out agreement at depth 1 to {len(check.shares)}: {shown}, "
+            f"{check.kept:.2f} tokens of chains of {check.chain_length} accepted"
         )
+        for line in check.details if num_dialogues is None else ():
+            self._report(line)
 
 
 def load_state(options: HeadOptions) -> dict[str, Any]:
-    """Returns the last checkpoint. Raises ConfigError if there is none, or an older format."""
+    """Returns the last checkpoint. Raises ConfigError if there is none, or one of another kind or an older format."""
     path = options.folder / STATE_FILE
     if not path.exists():
         raise ConfigError(f"{path}: missing; run the stage train first")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if "shape" not in state:
         raise ConfigError(f"{path}: written by another version; remove it to start over")
+    if (kind := state.get("kind", "eagle3")) != options.kind:
+        raise ConfigError(f"kind = {options.kind}: training in {options.folder} began with {kind}")
     return state
 
 
-def shape_of(target: Target, options: HeadOptions, begun: dict[str, int] | None) -> dict[str, int]:
-    """Returns num_ids, num_kv_heads and intermediate_size from the checkpoint or, for a new head, the options.
+def shape_of(target: ModelSpec, options: HeadOptions, corpus: Corpus, begun: dict[str, int] | None) -> dict[str, int]:
+    """Returns the draft's shape from the checkpoint or, for a new one, the options.
 
-    Raises ConfigError if an option contradicts the checkpoint, or is impossible.
+    Raises ConfigError if an option contradicts the checkpoint, is impossible, or belongs to another kind.
     """
-    spec = target.spec
-    defaults = {
-        "num_ids": min(DEFAULT_NUM_IDS, spec.vocab_size),
-        "num_kv_heads": spec.num_kv_heads,
-        "intermediate_size": spec.intermediate_size,
-    }
-    asked = {name: value for name in defaults if (value := getattr(options, name)) is not None}
-    shape = begun or defaults | asked
+    defaults = KINDS[options.kind].SHAPE
+    names = {name for kind in KINDS.values() for name in kind.SHAPE}
+    asked = {name: value for name in sorted(names) if (value := getattr(options, name)) is not None}
     for name, value in asked.items():
-        if value != shape[name]:
-            raise ConfigError(f"{name} = {value}: training in {options.folder} began with {shape[name]}")
-    if spec.num_heads % shape["num_kv_heads"]:
-        raise ConfigError(f"num_kv_heads = {shape['num_kv_heads']}: must divide {spec.num_heads} heads")
-    if not 0 < shape["num_ids"] <= spec.vocab_size:
-        raise ConfigError(f"num_ids = {shape['num_ids']}: must lie in [1, {spec.vocab_size}]")
+        if name not in defaults:
+            raise ConfigError(f"{name} = {value}: not an option of kind {options.kind}")
+        if begun is not None and value != begun[name]:
+            raise ConfigError(f"{name} = {value}: training in {options.folder} began with {begun[name]}")
+    shape = begun or {
+        name: asked[name] if name in asked else default(target, corpus) for name, default in defaults.items()
+    }
+    if target.num_heads % shape["num_kv_heads"]:
+        raise ConfigError(f"num_kv_heads = {shape['num_kv_heads']}: must divide {target.num_heads} heads")
+    most = {"num_ids": target.vocab_size, "num_layers": target.num_layers, "block_size": MAX_BLOCK}
+    for name, limit in {**most, "mask_id": target.vocab_size - 1}.items():
+        if shape.get(name, 0) > limit:
+            raise ConfigError(f"{name} = {shape[name]}: must be at most {limit}")
     return shape

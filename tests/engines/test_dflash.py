@@ -137,7 +137,7 @@ class Runners:
         """Returns [n, VOCAB_SIZE + 1] of a block behind each sequence, if drafted [n] is drawn: logits, confidence."""
         drafter = self.drafter
         pieces = [
-            np.append(t[-1], np.full(d.size - drafter.predicts_next, MASK_ID))
+            np.append(t[-1], np.full(d.size - drafter.predicts_next, drafter.mask_id))
             for t, d in zip(tokens, drafted, strict=True)
         ]
         cu_rows = np.concatenate([[0], np.cumsum([piece.size for piece in pieces])])

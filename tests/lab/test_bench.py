@@ -23,18 +23,16 @@ from faser_backend.lab.answers import (
     merge_categories,
     summarise_categories,
 )
-from faser_backend.lab.bench import command, compare
+from faser_backend.lab.bench import compare
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear
 from faser_backend.lab.bench.wire import make_request
 from faser_backend.lab.checks.servers import LoadClient, serve_all
 from faser_backend.lab.command_options import BenchOptions
-from faser_backend.lab.contestants import Contestant, Sizing, choose_contestants, split_names
+from faser_backend.lab.contestants import Sizing, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns
 from faser_backend.lab.peers.programs import body_of
 from faser_backend.lab.steps import StepLog, StepNote, count_lost, figures
-from faser_backend.policy import registry
-from faser_backend.policy.registry import FixedLength
 from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load
@@ -47,7 +45,6 @@ CONTRACT = (
 )  # fmt: skip
 TINY = Sizing(2, 0.01, 1, 0.2, 2, 6, (0.8,), bursty_ablations=False)
 CHOSEN = "none,fixed:2,goodput,oracle,fixed:4 (ping-pong)"
-FILES = ("bench.json", "report.html", "timeline.json")
 
 questions = test_prompt_files.questions  # four
 
@@ -108,20 +105,6 @@ def test_the_oracle_drafts_what_it_saw_accepted(bench):
     assert all(row["row_layers_rejected"] == 0 for row in oracle if row["load"] != "bursty"), "no row in vain"
 
 
-def test_files_are_replaced_together_or_not_at_all(bench, tmp_path, monkeypatch):
-    old = {name: f"old {name}" for name in FILES}
-    for name, text in old.items():
-        (tmp_path / name).write_text(text)
-
-    def interrupted(content: dict) -> str:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(command, "render", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        command.write_files(tmp_path, bench, [])
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == old
-
-
 def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -133,12 +116,6 @@ def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             run_bench(options, TINY, command="")
-
-
-def test_a_registered_policy_takes_part_by_itself(monkeypatch):
-    monkeypatch.setattr(registry, "POLICIES", {**registry.POLICIES, "mine": lambda load: FixedLength(3)})
-    chosen, _ = choose_contestants(None)
-    assert Contestant("mine") in chosen
 
 
 @pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])

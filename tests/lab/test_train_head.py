@@ -8,18 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.functional import linear
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.engines.build import build_engines
+from faser_backend.lab.train_head.blocks import BlockDraft
 from faser_backend.lab.train_head.checkpoint import head_spec, new_head, save_head
-from faser_backend.lab.train_head.data import Batch, Corpus, Kind, shard_paths
+from faser_backend.lab.train_head.data import Batch, Corpus, Dialogue, Kind, shard_paths
 from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.lab.train_head.run import open_target, save_trained, train, write
-from faser_backend.lab.train_head.training import STATE_FILE, Trainer
+from faser_backend.lab.train_head.training import STATE_FILE, Trainer, load_state
 from faser_backend.lab.train_head.writing import draw
+from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine
+from tests.engines.test_dflash import Runners
 from tests.pipeline.test_eagle3_drafting import make_requests
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, ReferenceHead
 from tests.support.harness import drive
@@ -70,7 +74,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
     return options
 
 
-def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> HeadOptions:
+@pytest.fixture(scope="module")
+def blocks(trained: HeadOptions, tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
+    """Trains a block drafter on the same dialogues."""
+    root = tmp_path_factory.mktemp("blocks")
+    changes = {"kind": "block", "num_ids": None, "num_layers": 2, "block_size": 5, "mask_id": 1, "output": root / "out"}
+    train(options := copied(trained, root, "dialogues", **changes))
+    save_trained(options)
+    return options
+
+
+def copied(trained: HeadOptions, work: Path, *names: str, **changes: object) -> HeadOptions:
     """Returns the same options over a copy of these parts of the work folder."""
     for name in names:
         source = trained.folder / name
@@ -79,9 +93,12 @@ def copied(trained: HeadOptions, work: Path, *names: str, **changes: int) -> Hea
 
 
 def test_dialogues_are_the_targets_words(trained: HeadOptions) -> None:
-    """Compares states and best tokens with a dense run; greedy answers follow these."""
+    """Compares states and best tokens with a dense run; greedy answers follow these. Frequent ids are those said."""
     reference, corpus = reference_model(trained.target), Corpus(trained.dialogues)
     assert corpus.num_tokens >= trained.tokens
+    learned = np.concatenate([dialogue.token_ids for shard in corpus.shards[1:] for dialogue in shard])
+    counts, ids = np.bincount(learned, minlength=VOCAB_SIZE), corpus.frequent_ids(VOCAB_SIZE, 10)
+    assert (np.diff(ids) > 0).all() and sorted(counts[ids]) == sorted(counts)[-10:]
     dialogues = [dialogue for shard in corpus.shards for dialogue in shard][:30]
     assert {Kind.GREEDY, Kind.ANSWER} <= {int(kind) for dialogue in dialogues for kind in dialogue.kinds}
     batch = Batch.of(dialogues, open_target(trained), learned=Kind.QUESTION)
@@ -151,7 +168,31 @@ def test_chains_in_training_are_chains_of_drafting(trained: HeadOptions, tmp_pat
             hidden = torch.cat([hidden, made[-1:]])
 
 
-def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(trained: HeadOptions, tmp_path: Path) -> None:
+def test_blocks_in_training_are_blocks_of_drafting(blocks: HeadOptions, tmp_path: Path) -> None:
+    """Compares logits of blocks of two conversations with the engine's; with anchors shifted by one they differ."""
+    build_engines(blocks.target, blocks.output, tmp_path / "e", draft_weights="fp32", kv_cache_dtype="fp32")
+    target, runners = open_target(blocks), Runners(tmp_path / "e", EngineManifest.load(tmp_path / "e"))
+    draft = BlockDraft(target, blocks, load_state(blocks)["shape"], np.arange(0))
+    draft.model.load_state_dict({name: t.float() for name, t in load_file(blocks.output / "model.safetensors").items()})
+    dialogues = [Dialogue(np.arange(n) ** 2 % VOCAB_SIZE, np.full(n, Kind.GREEDY)) for n in (23, 31)]
+    anchors, tables, errors = np.array([[22, 2, 9, 9], [30, 4, 17, 3]]), np.arange(8)[None], np.zeros(2)
+    batch = Batch.of(dialogues, target, learned=Kind.GREEDY)
+    for size, shift in ((5, 0), (3, 0), (5, 1)):
+        expected = target.logits(draft.drafted(batch, torch.from_numpy(anchors - shift), size)).detach().numpy()
+        for (row, place), anchor in np.ndenumerate(anchors):
+            seen = [dialogues[row].token_ids[: anchor + 1]]
+            runners.read(seen, [0], [int(anchor)], tables)
+            (found,) = runners.blocks(seen, [np.zeros(size - 1, np.int64)], tables)
+            errors[shift] = max(errors[shift], np.abs(found[:, :-1] - expected[row, place]).max())
+    runners.close()
+    assert errors[0] < 1e-4 and errors[1] > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["trained", "blocks"])
+def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    trained: HeadOptions = request.getfixturevalue(kind)
     options = copied(trained, tmp_path, "dialogues")
 
     def stop() -> None:
@@ -167,8 +208,8 @@ def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(trained: HeadOption
     assert np.mean(losses[-3:]) < 0.9 * np.mean(losses[:3])
     whole = Trainer(open_target(trained), trained)
     assert whole.is_done
-    for name, parameter in whole.head.state_dict().items():
-        assert torch.equal(parameter, resumed.head.state_dict()[name]), name
+    for name, parameter in whole.draft.model.state_dict().items():
+        assert torch.equal(parameter, resumed.draft.model.state_dict()[name]), name
 
 
 def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_path: Path) -> None:
@@ -182,7 +223,9 @@ def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_pat
     assert (tmp_path / "curve.png").stat().st_size > 1000
 
 
-def test_a_trained_head_drafts_in_an_engine(trained: HeadOptions, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["trained", "blocks"])
+def test_a_trained_draft_drafts_in_an_engine(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    trained: HeadOptions = request.getfixturevalue(kind)
     build_engines(trained.target, trained.output, tmp_path / "engine", draft_weights="fp32", kv_cache_dtype="fp32")
     requests, tokens, accepted = make_requests(), {}, {}
     for policy in ("none", "fixed:4"):
@@ -194,18 +237,13 @@ def test_a_trained_head_drafts_in_an_engine(trained: HeadOptions, tmp_path: Path
     assert accepted["fixed:4"] > 0
 
 
-def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions) -> None:
+def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions, blocks: HeadOptions) -> None:
     with pytest.raises(ConfigError, match=f"num_ids = 7: training in .* began with {NUM_IDS}"):
         train(trained.model_copy(update={"num_ids": 7}))
-
-
-def test_frequent_ids_are_the_most_frequent_and_rise(trained: HeadOptions) -> None:
-    corpus = Corpus(trained.dialogues)
-    ids = corpus.frequent_ids(VOCAB_SIZE, 10)
-    counts = np.bincount(
-        np.concatenate([dialogue.token_ids for shard in corpus.shards[1:] for dialogue in shard]), minlength=VOCAB_SIZE
-    )
-    assert (np.diff(ids) > 0).all() and sorted(counts[ids]) == sorted(counts)[-10:]
+    with pytest.raises(ConfigError, match=r"kind = block: training in .* began with eagle3"):
+        train(trained.model_copy(update={"kind": "block"}))
+    with pytest.raises(ConfigError, match=f"num_ids = {NUM_IDS}: not an option of kind block"):
+        train(blocks.model_copy(update={"num_ids": NUM_IDS}))
 
 
 def test_without_torch_there_is_one_error(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

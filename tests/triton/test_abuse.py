@@ -1,14 +1,15 @@
 """Runs short soaks, fuzzing and kills on the demo pair, and controls that each of them must detect."""
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 
 import pytest
 
-from faser_backend.lab.abuse.cases import CONTRACTS, Case, make_case
-from faser_backend.lab.abuse.clients import Reply, judge
-from faser_backend.lab.abuse.faults import Outcome, attack_with_schemas, kill_process
+from faser_backend.lab.abuse.cases import CONTRACTS, SCHEMAS, Case, make_case
+from faser_backend.lab.abuse.clients import Reply, judge, make_request
+from faser_backend.lab.abuse.faults import Outcome, kill_process
 from faser_backend.lab.abuse.fuzz import fuzz
 from faser_backend.lab.abuse.served import Served, Usage, serving
 from faser_backend.lab.abuse.soak import SERVE_OPTIONS, Sample, growth, sample, soak
@@ -36,9 +37,15 @@ def test_fuzz_cases_and_hostile_schemas_disturb_nobody(server: Served):
     found = fuzz(server, CONTRACTS[0], lambda number: make_case(0, number, CONTRACTS[0]), range(NUM_CASES))
     assert found.broken == [] and found.num_cases == NUM_CASES
     assert 0 < found.num_answered < NUM_CASES // 2 and found.waits
-    outcome = Outcome("schemas")
-    attack_with_schemas(server, outcome, 12)
-    assert outcome.broken == [] and outcome.then == "runs on", outcome.saw
+
+    def with_schema(number: int) -> Case:
+        guide = json.dumps(list(SCHEMAS.values())[number % len(SCHEMAS)])
+        guided = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
+        return Case(guide, make_request("ensemble", {"text_input": "x = ", "max_tokens": 24, **guided}))
+
+    found = fuzz(server, CONTRACTS[0], with_schema, range(12))
+    assert found.broken == [] and max(found.waits) < 2.0  # five times what an idle machine takes
+    assert found.errors and all("guided_decoding_guide" in error for error in found.errors)
 
 
 def test_a_killed_engine_is_noticed(server: Served):
