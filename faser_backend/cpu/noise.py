@@ -128,7 +128,3 @@ class GumbelNoise:
         first, second = (words & self._mask).view(np.int64), (words >> self._shift).view(np.int64)
         sums = self._windows[first[:, None], token_ids] + self._windows[second[:, None], token_ids]
         return np.log(-np.log(sums.astype(np.float32) * _MIN_UNIFORM_STEP))
-
-    def gumbel(self, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-        """Returns [R, V] float32 standard Gumbel noise for seeds [R] uint64 and positions [R] int64."""
-        return -self.log_exponentials(seed_keys(seeds), positions)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -300,7 +300,7 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     engine.bind_thread()
     for name, partition in engine.step_runner.partitions.items():
         log.info(f"compiling kernels and capturing graphs: {engine.metrics().num_graphs} graphs, now for {name}")
-        capture_menus([partition], max_num_seqs)
+        capture_menus(partition, max_num_seqs)
     captured_s = time.perf_counter() - start
     observers = engine.step_runner.observers[:]
     engine.step_runner.observers.clear()
@@ -324,24 +324,22 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     _log.info("warmed up with %d batches; ready after %.1f s", num_batches, num_s)
 
 
-def capture_menus(partitions: Iterable[Partition], max_num_seqs: int) -> None:
-    """Captures the calls of every target, draft and draft loop, on the thread that will run them."""
-    for partition in partitions:
-        lanes: Any = partition.lanes
-        on_target = lanes.on_target if lanes is not None else _here
-        on_draft = lanes.on_draft if lanes is not None else _here
-        num_candidates = NUM_CANDIDATES if partition.target.exits else 0
-        for run, captured, arguments in (
-            (on_target, partition.target, (num_candidates,)),
-            (on_draft, partition.draft, (0,)),
-            (on_draft, partition.draft_loop, (max_num_seqs, num_candidates)),
-        ):
-            if (capture := getattr(captured, "capture_menu", None)) is not None:  # all possible calls are known
-                run(partial(capture, *arguments))
-
-
-def _here(work: Callable[[], None]) -> None:
-    work()
+def capture_menus(partition: Partition, max_num_seqs: int) -> None:
+    """Captures the calls of target, draft and draft loop, on the threads that will run them."""
+    lanes: Any = partition.lanes
+    num_candidates = NUM_CANDIDATES if partition.target.exits else 0
+    for lane, captured, arguments in (
+        ("on_target", partition.target, (num_candidates,)),
+        ("on_draft", partition.draft, (0,)),
+        ("on_draft", partition.draft_loop, (max_num_seqs, num_candidates)),
+    ):
+        capture = getattr(captured, "capture_menu", None)
+        if capture is None:
+            continue  # not all possible calls are known
+        if lanes is None:
+            capture(*arguments)
+        else:
+            getattr(lanes, lane)(partial(capture, *arguments))
 
 
 def warm_up_batches(limits: Limits, max_num_seqs: int, max_prefill_tokens: int) -> Iterator[list[Request]]:

@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.request import FinishReason, Request
-from faser_backend.cpu.noise import GumbelNoise
+from faser_backend.cpu.noise import GumbelNoise, seed_keys
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
 from faser_backend.lab.checks.options import make_parser
@@ -155,8 +155,8 @@ class Reference:
         scores = self._target.logits(token_ids)[0].astype(np.float64)
         sampling = request.sampling
         if not sampling.is_greedy:
-            seeds = np.array([sampling.seed], np.uint64)
-            scores = scores / sampling.temperature + self._noise.gumbel(seeds, np.array([token_ids.size]))[0]
+            keys, positions = seed_keys(np.array([sampling.seed], np.uint64)), np.array([token_ids.size])
+            scores = scores / sampling.temperature - self._noise.log_exponentials(keys, positions)[0]
         return float(abs(scores[token_a] - scores[token_b]))
 
 

@@ -27,6 +27,10 @@ def row_by_hand(vocab_size: int, seed: int, position: int) -> np.ndarray:
     return -np.log(-np.log(uniform))
 
 
+def gumbel(vocab_size: int, seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    return -GumbelNoise(vocab_size).log_exponentials(seed_keys(seeds), positions)
+
+
 def draws(gumbel_minus: GumbelNoise, probs: np.ndarray, seeds: np.ndarray, position: int) -> np.ndarray:
     scores = np.log(probs).astype(np.float32)
     chunks = np.array_split(seeds.astype(np.uint64), max(1, seeds.size * probs.size // 200_000))
@@ -42,7 +46,7 @@ def p_value(token_ids: np.ndarray, probs: np.ndarray) -> float:
 class TestDefinition:
     @pytest.mark.parametrize(("seed", "position"), [(0, 0), (0, 1), (1, 0), (12345, 700), (WORD, 2**40), (2**63, 9)])
     def test_row_follows_its_definition(self, seed: int, position: int) -> None:
-        row = GumbelNoise(11).gumbel(np.array([seed], np.uint64), np.array([position]))[0]
+        row = gumbel(11, np.array([seed], np.uint64), np.array([position]))[0]
         np.testing.assert_allclose(row, row_by_hand(11, seed, position), rtol=2e-6, atol=2e-6)
 
     def test_table_never_changes(self) -> None:
@@ -54,12 +58,11 @@ class TestDefinition:
         assert np.array_equal(np.sort(strata), np.arange(2**20))
 
     def test_rows_do_not_depend_on_their_batch(self) -> None:
-        source = GumbelNoise(77)
         seeds = np.array([3, WORD, 0, 2**63], np.uint64)
         positions = np.array([5, 5, 1000, 0])
-        together = source.gumbel(seeds, positions)
+        together = gumbel(77, seeds, positions)
         for row in range(4):
-            alone = GumbelNoise(77).gumbel(seeds[row : row + 1], positions[row : row + 1])
+            alone = gumbel(77, seeds[row : row + 1], positions[row : row + 1])
             assert np.array_equal(alone[0], together[row])
 
     @pytest.mark.parametrize("num_tokens", [1, 4, 33])
@@ -72,12 +75,12 @@ class TestDefinition:
         assert np.array_equal(source.log_exponentials_at(keys, positions, token_ids), expected)
 
     def test_values_are_finite(self) -> None:
-        rows = GumbelNoise(2048).gumbel(np.arange(200, dtype=np.uint64), np.arange(200))
+        rows = gumbel(2048, np.arange(200, dtype=np.uint64), np.arange(200))
         assert np.isfinite(rows).all()
         assert rows.min() > -2.9 and rows.max() < 16.7
 
     def test_large_vocabularies_get_a_larger_table(self) -> None:
-        rows = GumbelNoise(152_000).gumbel(np.array([1, 2], np.uint64), np.array([0, 0]))
+        rows = gumbel(152_000, np.array([1, 2], np.uint64), np.array([0, 0]))
         assert rows.shape == (2, 152_000)
         assert abs(rows.mean() - 0.5772) < 0.01
         with pytest.raises(ValueError, match="vocab_size = 2000000"):
@@ -86,7 +89,7 @@ class TestDefinition:
 
 class TestDistribution:
     def test_single_values_are_gumbel(self) -> None:
-        rows = GumbelNoise(4).gumbel(np.arange(NUM_DRAWS, dtype=np.uint64), np.full(NUM_DRAWS, 3))
+        rows = gumbel(4, np.arange(NUM_DRAWS, dtype=np.uint64), np.full(NUM_DRAWS, 3))
         assert stats.kstest(rows[:, 2], "gumbel_r").pvalue > 1e-3
 
     @pytest.mark.parametrize("seed", range(4))

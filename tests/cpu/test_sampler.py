@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.ports import NO_TOKEN
 from faser_backend.core.request import Sampling
-from faser_backend.cpu.noise import GumbelNoise
+from faser_backend.cpu.noise import GumbelNoise, seed_keys
 from faser_backend.cpu.sampler import MAX_MARGIN, NumpySampler
 
 VOCAB = 37  # odd, so that rows start at every alignment
@@ -324,8 +324,8 @@ def gumbel_row(scene: Scene, row: int) -> np.ndarray:
     sampling = scene.sampling[int(scene.rows.sequence[row])]
     if sampling.is_greedy:
         return np.zeros(VOCAB)
-    seeds = np.array([sampling.seed], np.uint64)
-    return GumbelNoise(VOCAB).gumbel(seeds, scene.rows.positions[row : row + 1])[0].astype(np.float64)
+    keys = seed_keys(np.array([sampling.seed], np.uint64))
+    return -GumbelNoise(VOCAB).log_exponentials(keys, scene.rows.positions[row : row + 1])[0].astype(np.float64)
 
 
 @settings(max_examples=150, deadline=None)

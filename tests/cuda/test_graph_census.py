@@ -177,7 +177,8 @@ def test_traffic_of_a_head_or_block_drafter_adds_none_to_those_captured_before(
 
 def capture_all(each: Opened) -> None:
     each.engine.bind_thread()
-    capture_menus(each.engine.step_runner.partitions.values(), CONFIG.max_num_seqs)
+    for partition in each.engine.step_runner.partitions.values():
+        capture_menus(partition, CONFIG.max_num_seqs)
 
 
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:

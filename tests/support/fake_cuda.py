@@ -200,13 +200,7 @@ class FakeCuda:
         self._lock = threading.Lock()
         self._nodes = count()
         self.uses: dict[str, list[Use]] = {}  # by resource
-        cuda = self
-
-        class Stream(FakeStream):
-            def __init__(self, device: int) -> None:
-                super().__init__(next(cuda.handles))
-
-        self.Stream = Stream
+        self.Stream = lambda device: FakeStream(next(self.handles))
         self.Event = FakeEvent
 
     def ExternalStream(self, handle: int, device: int) -> FakeStream:
