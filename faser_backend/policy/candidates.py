@@ -37,7 +37,7 @@ EXPLORED_SHARE = 0.005  # of the time
 EXPLORED_STEPS, COLD_STEPS = 6, 2  # steps of an exploration that count, after steps that find the caches cold
 OWN_US, LEAST_SHARE = 1500.0, 0.1  # what weighing and learning cost an exploration; a step loses this share at least
 EXPENSIVE = 0.5  # share of a step's time; an exploration that loses more has to be saved for
-DRAFTING_PART = 8  # one request in so many drafts in an exploration among plain rounds
+DRAFTING_PART, SMALL = 8, 4  # one request in so many drafts in an exploration among plain rounds; all of a small batch
 
 
 class ChainMeans(NamedTuple):
@@ -208,9 +208,10 @@ class Explorer:
             self._num_left = COLD_STEPS + (1 if is_new else EXPLORED_STEPS)
 
 
-def some_drafting(sequences: Sequence[RunningSequence]) -> list[int]:
-    """Returns the indices of the requests that draft in an exploration among plain rounds: the few whose draft lags
-    least, because all requests could cost more than the exploration reveals."""
+def some_drafting(sequences: Sequence[RunningSequence], size: int) -> list[int]:
+    """Returns the indices of the requests that draft in an exploration among plain rounds. size: of the batch with
+    those whose prompts are read. Of a larger batch it is the few whose draft lags least, because all requests could
+    cost more than the exploration reveals."""
     able = [index for index, each in enumerate(sequences) if each.request.max_draft_tokens != 0]
     able.sort(key=lambda index: sequences[index].num_tokens - sequences[index].draft_len)
-    return able[: max(len(sequences) // DRAFTING_PART, 1)]
+    return able[: max(size // DRAFTING_PART, 1)] if size > SMALL else able

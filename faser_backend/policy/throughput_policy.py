@@ -60,7 +60,7 @@ class ThroughputPolicy:
         chunk_us = self.costs.call_us(DRAFT, WHOLE, CHUNK, 1, CHUNK, max_rows=CHUNK, num_logit_rows=0)
         self._draft_read_us = float(chunk_us) / CHUNK  # per token of a prompt
         self._reading_us = 0.0  # of the draft, per emitted token
-        self._mean_answer = math.inf  # tokens, of the requests that have ended
+        self._mean_answer = math.inf  # tokens, of requests that ended before their limit: others tell nothing
         self._weighed: Sequence[RunningSequence] = ()
         self._times: dict[tuple[int, str], BatchTimes] = {}  # corrected, by size and partition, as last weighed
         self.chosen: Score | None = None  # explorations aside
@@ -140,7 +140,7 @@ class ThroughputPolicy:
     def _weigh_reading(self, sequences: Sequence[RunningSequence]) -> float:
         """Divides the time in which the draft reads prompts by the tokens of the answers. Returns how many tokens these
         requests will emit yet, as expected."""
-        for ended in (each.num_output_tokens for each in self._weighed if each.slot < 0):
+        for ended in (s.num_output_tokens for s in self._weighed if s.slot < 0 < s.num_remaining_tokens):
             self._mean_answer = ended if math.isinf(self._mean_answer) else 0.9 * self._mean_answer + 0.1 * ended
         self._weighed = list(sequences)
         num_left = sum(min(LEFT_SHARE * each.num_remaining_tokens, self._mean_answer) for each in sequences)
@@ -152,16 +152,16 @@ class ThroughputPolicy:
     def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
         """Returns the time in which the draft reads what it has missed; infinity if no request may draft."""
         lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
-        if not lags:
-            return math.inf
-        rows, size = sum(lags), len(lags)
-        return float(self.costs.call_us(DRAFT, WHOLE, rows, size, self._context, num_logit_rows=size))
+        size = len(lags)
+        us = self.costs.call_us(DRAFT, WHOLE, sum(lags), size, self._context, num_logit_rows=size)
+        return float(us) if lags else math.inf
 
     def _consider_exploring(self, sequences: Sequence[RunningSequence], chosen: Score) -> None:
         """Explores drafting while decoding plainly, and plain decoding while drafting."""
         plain, serial, *_ = self._scores
         if chosen.mode is None:  # some requests draft
-            drafting, times = candidates.some_drafting(sequences), self._times_of(len(sequences), WHOLE)
+            drafting = candidates.some_drafting(sequences, self._weighed_size)
+            times = self._times_of(len(sequences), WHOLE)
             length = serial.num_draft_tokens
             rows_us = times.verify_us[length * len(drafting)] - times.verify_us[0]
             more_us = float(rows_us + length * times.draft_us[len(drafting)]) + times.draft_round_us
@@ -190,7 +190,7 @@ class ThroughputPolicy:
         lengths, trim = [min(score.num_draft_tokens, longest)] * size, None
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
         if rests:  # an exploration among plain rounds
-            drafting = set(candidates.some_drafting(sequences))
+            drafting = set(candidates.some_drafting(sequences, self._weighed_size))
             lengths = [lengths[0] * (index in drafting) for index in range(size)]
         elif score.floor > 0.0:
             lengths = lengths if self.costs.drafts_at_once else [longest] * size

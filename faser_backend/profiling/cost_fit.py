@@ -8,7 +8,8 @@ import numpy as np
 
 from faser_backend.policy.cost_model import CallCost, Curve, OverheadCost
 
-ROW_KNOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+# Kernels take rows in tiles of 8 or 16: one row more than a tile costs as much as a tile more.
+ROW_KNOTS = (1, 2, 4, 8, 9, 16, 17, 32, 64, 128)
 KEY_KNOTS = (0, 1024, 4096, 8192)
 NUM_REWEIGHTINGS = 8
 SMALLEST_ERROR = 0.01  # relative; smaller errors do not increase a point's weight

@@ -119,12 +119,13 @@ def test_what_is_not_there_is_named() -> None:
 
 
 def hidden_cost(shapes: CallShapes) -> np.ndarray:
-    """A machine: a fixed cost, cheap first rows, gathering that leaves the cache, attention, a head."""
+    """A machine: a fixed cost, cheap first rows, tiles of 8, gathering that leaves the cache, attention, a head."""
     keys = shapes.num_sequences * shapes.columns
     cells = shapes.num_sequences * shapes.max_rows
     return (
         700
         + 40 * shapes.num_rows
+        + 300 * (shapes.num_rows > 8)
         + 60 * np.maximum(shapes.num_rows - 16, 0)
         + 0.2 * keys
         + 0.5 * np.maximum(keys - 4096, 0)
