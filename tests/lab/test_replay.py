@@ -56,11 +56,11 @@ def test_all_requests_are_answered_with_their_lengths(options: ReplayOptions, ca
 
 
 def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOptions, tmp_path: Path):
-    crowd = write_trace(tmp_path / "crowd.csv", 0.0, [(20, 400)] * 100)  # long: none ends before all have been sent
+    crowd = write_trace(tmp_path / "crowd.csv", 0.0, [(20, 400)] * 200)  # more than slots and queue hold
     assert run_replay(options.model_copy(update={"trace": crowd})) == 0
     found = result_of(options)
     ((kind, count),) = found["errors"].items()
-    assert "maximum queue size" in kind.lower() and count + found["num_answered"] == found["num_sent"] == 100
+    assert "maximum queue size" in kind.lower() and count + found["num_answered"] == found["num_sent"] == 200
     assert run_replay(options.model_copy(update={"trace": crowd, "requests": 20, "max_concurrency": 4})) == 0
     found = result_of(options)
     assert found["num_answered"] == 20
