@@ -80,9 +80,8 @@ class BlockRunner(ModelRunner, Protocol):
 
     block_size: int  # most rows of a block
     mask_id: int
-    predicts_next: (
-        bool  # all rows' logits are of the next token, and depend on the one before it; else masks' of theirs
-    )
+    # True: every row has logits of the next token, biased by the one before it. False: masks have those of their own.
+    predicts_next: bool
     token_confidences: np.ndarray | None  # [V] float32: what the token before adds to a confidence
 
     def run_block(self, rows: RowBatch) -> tuple[DeviceArray, np.ndarray | None]:

@@ -50,7 +50,7 @@ class BlockDraft(Draft):
 
     def losses(self, batch: Batch, seed: int) -> Learned:
         """Averages the losses of all masks, mask k weighing exp(-(k-1) / gamma), gamma by the size of blocks as in
-        arXiv 2602.06036."""
+        other trainers of DFlash."""
         rng = torch.Generator().manual_seed(seed)
         share, shorter = float(torch.rand((), generator=rng)), torch.randint(2, self._size + 1, (), generator=rng)
         size = self._size if share < WHOLE_SHARE else int(shorter)
