@@ -132,6 +132,7 @@ def round_score(mode: PipelineMode, times: BatchTimes, chains: ChainMeans, ratio
     call_us = np.interp(num_active, counts, times.draft_us)
     call_us[1:] += np.interp(num_active[1:], counts, times.trim_us)
     draft_us = times.draft_round_us + (is_any * call_us).cumsum(axis=1)
+    draft_us[1:] += times.trim_us[size]  # which rows are verified
     num_rows = size * chains.verified.cumsum(axis=1)  # beside the anchors
     verify_us = np.interp(num_rows * ratios[1], np.arange(times.verify_us.size), times.verify_us)
     at_once_us = np.maximum(verify_us, draft_us) + times.lanes_us

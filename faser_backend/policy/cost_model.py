@@ -93,7 +93,7 @@ class OverheadCost:
     lanes_us: float = 100.0  # hand-over to a second lane and back, in a step that overlaps its phases
     draft_round_us: float = 0.0  # that the first draft call takes longer, as the caches hold the target's data
     draft_round_sequence_us: float = 0.0
-    trim_us: float = 0.0  # that a draft call takes longer if confidence decides which chains go on
+    trim_us: float = 0.0  # of a decision by confidence: after a draft call which chains go on, at last which rows
     trim_sequence_us: float = 0.0
 
     def step(self, num_sequences: Numbers, num_rows: Numbers) -> Numbers:
@@ -231,12 +231,13 @@ class BatchTimes:
     def chains_us(self, lengths: np.ndarray, *, is_trimmed: bool = False) -> float:
         """Returns the time of drafting chains of these lengths [B]: each call is for those that are not done yet.
 
-        is_trimmed: confidence decided after every call which chains go on.
+        is_trimmed: confidence decided after every call which chains go on, and then which rows are verified.
         """
         longest = int(lengths.max(initial=0))
         active = np.count_nonzero(np.arange(longest)[:, None] < lengths, axis=1)
-        call_us = self.draft_us + self.trim_us if is_trimmed else self.draft_us
-        return float(call_us[active].sum()) + (self.draft_round_us if longest else 0.0)
+        call_us = self.draft_round_us + self.draft_us[active].sum() if longest else 0.0
+        trim_us = self.trim_us[active].sum() + self.trim_us[active[0]] if is_trimmed and longest else 0.0
+        return float(call_us + trim_us)
 
 
 class BatchTimesCache:

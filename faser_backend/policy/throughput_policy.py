@@ -33,7 +33,7 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 MIN_INTERVAL, MAX_INTERVAL = 4, 64
 # Learning from a step takes 0.3 ms. Once the choice stays the same one step in so many is learned from, or in so much
 # time if steps are short. Learned from every step, drafting seemed 4 % slower than it is, maybe for cold caches.
-LEARN_EVERY, EXPLORED_LEARN_EVERY, LEARN_SPAN_US = 8, 4, 20_000.0
+LEARN_EVERY, EXPLORED_LEARN_EVERY, LEARN_SPAN_US = 8, 4, 40_000.0
 PROBE_TOKENS, PROBE_TESTS = 4, 16  # that a step drafts, one per request at least, until so many were tested
 MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while drafting
 # Share of the batch that joins or leaves before the mode is chosen again at once. A plain step does not depend on what
@@ -113,7 +113,7 @@ class ThroughputPolicy:
         elif num_decided >= self._interval and (now.mode is None or self._acceptance.num_tests >= MANY_TESTS):
             self._interval = min(2 * self._interval, MAX_INTERVAL)
         usual = max(round(LEARN_SPAN_US / now.step_us), LEARN_EVERY)
-        self._learn_every = max(min(self._interval // 4, usual), 1)
+        self._learn_every = max(min(self._interval // 2, usual), 1)
         if now.mode is None:
             self._yield.fade()
         self._most_change = size * (PLAIN_CHANGE if now.mode is None else DRAFTING_CHANGE)

@@ -207,12 +207,13 @@ class SimProposer(ModelProposer):
         self._clock, self._costs = clock, costs
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """As ModelProposer. Under a trim rule every draft call costs a decision on the chains that it made longer."""
+        """As ModelProposer. Under a trim rule every draft call costs a decision on the chains that it made longer, and
+        the round one on rows."""
         at_once = self._costs.drafts_at_once  # no chain ends early
         frontier = super().propose(partition, batch, replace(proposal, trim=None) if at_once else proposal)
         if proposal.trim is not None and not at_once:
-            num_calls = frontier.drafted.shape[1]
-            num_active = np.count_nonzero(np.arange(num_calls)[:, None] < frontier.num_drafted, axis=1)
+            last = frontier.drafted.shape[1]  # calls; the decision about rows concerns all chains
+            num_active = np.count_nonzero(np.arange(last + 1)[:, None] % last < frontier.num_drafted, axis=1)
             self._clock.advance_us(float(np.sum(self._costs.overhead.trim_call(num_active))))
             self.times.lap("draft_sample")
         return frontier

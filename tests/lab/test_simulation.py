@@ -120,9 +120,9 @@ def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends
     first, *rounds = records
     assert [record.frontier.num_drafted.tolist() for record in rounds] == [[2, 2], [2, 2], [2, 1]]
     assert first.propose_us == 0
-    assert [record.propose_us for record in rounds] == [2 * 20 + 2 * (7 + 2 * 3)] * 2 + [2 * 20 + 2 * 7 + 3 * 3]
+    assert [record.propose_us for record in rounds] == [2 * 20 + 3 * (7 + 2 * 3)] * 2 + [2 * 20 + 3 * 7 + 5 * 3]
     assert [record.step_us - record.propose_us - record.verify_us for record in rounds[1:]] == [0, 0]
-    assert extra == 2 * 2 * (7 + 2 * 3) + 2 * 7 + 3 * 3
+    assert extra == 2 * 3 * (7 + 2 * 3) + 3 * 7 + 5 * 3
     assert makespan_us(run(where, trace)) == makespan_us(run(freely, trace)), "no decision depends on confidence"
 
 

@@ -126,7 +126,7 @@ def test_easy_requests_draft_more_than_hard_ones(monkeypatch: pytest.MonkeyPatch
         for sequence, length in zip(record.plan.decodes, record.frontier.num_drafted.tolist(), strict=True):
             if sequence.num_output_tokens > 60:
                 drafted[int(sequence.request.request_id) % 2 == 0].append(length)
-    assert np.mean(drafted[True]) > np.mean(drafted[False]) + 0.1
+    assert np.mean(drafted[True]) > np.mean(drafted[False]) + 0.05
 
 
 def sequences(count: int, prompt: int = 3, max_tokens: int = 20) -> list[Sequence]:
