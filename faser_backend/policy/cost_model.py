@@ -211,8 +211,8 @@ class BatchTimes:
         self.size, self.partition = size, partition
         # [N + 1] of a step with 0..N rows beside the anchors, without drafting.
         self.verify_us = costs.call_us(TARGET, partition, rows, size, context) + costs.overhead.step(size, rows)
-        self.draft_us = draft_us + costs.overhead.draft_call(active)  # [B + 1] of a call for 0..B sequences
-        self.trim_us = costs.overhead.trim_call(active)  # [B + 1] that confidence adds to it
+        self.draft_us: np.ndarray = draft_us + costs.overhead.draft_call(active)  # [B + 1] of a call for 0..B sequences
+        self.trim_us = np.asarray(costs.overhead.trim_call(active))  # [B + 1] of a decision by confidence
         self.drafts_at_once, self.is_measured = costs.drafts_at_once, costs.is_measured
         self.lanes_us = costs.overhead.lanes_us
         self._log2_rows, self._log2_active = np.log2(rows), np.log2(np.maximum(active, 1))
@@ -235,9 +235,9 @@ class BatchTimes:
         """
         longest = int(lengths.max(initial=0))
         active = np.count_nonzero(np.arange(longest)[:, None] < lengths, axis=1)
-        call_us = self.draft_round_us + self.draft_us[active].sum() if longest else 0.0
-        trim_us = self.trim_us[active].sum() + self.trim_us[active[0]] if is_trimmed and longest else 0.0
-        return float(call_us + trim_us)
+        call_us = self.draft_round_us + float(self.draft_us[active].sum()) if longest else 0.0
+        last = np.count_nonzero(lengths)  # chains, whose rows are decided about
+        return call_us + float(self.trim_us[active].sum() + self.trim_us[last]) if is_trimmed and last else call_us
 
 
 class BatchTimesCache:
