@@ -45,17 +45,19 @@ def read_json(path: Path) -> dict[str, Any]:
 class ConfigFields:
     """A JSON object whose fields are checked as they are read. Null counts as absent, as in transformers."""
 
-    def __init__(self, values: dict[str, Any], where: Path, names: Mapping[str, str] | None = None) -> None:
-        """names: the names that errors use, for fields that the file calls otherwise."""
+    def __init__(
+        self, values: dict[str, Any], where: Path, names: Mapping[str, str] | None = None, prefix: str = ""
+    ) -> None:
+        """names: the names that errors use, for fields that the file calls otherwise. prefix: of the other names."""
         self.values = values
         self.where = where
-        self._names = names or {}
+        self._names, self._prefix = names or {}, prefix
 
-    def count(self, name: str, limit: int, default: int | None = None) -> int:
-        """Returns an integer in [1, limit]."""
+    def count(self, name: str, limit: int, default: int | None = None, *, least: int = 1) -> int:
+        """Returns an integer in [least, limit]."""
         value = self._get(name, default)
-        if type(value) is not int or not 1 <= value <= limit:
-            raise self.error(name, value, f"must be an integer in [1, {limit}]")
+        if type(value) is not int or not least <= value <= limit:
+            raise self.error(name, value, f"must be an integer in [{least}, {limit}]")
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
@@ -89,10 +91,11 @@ class ConfigFields:
         value = self._get(name, {})
         if not isinstance(value, dict):
             raise self.error(name, value, "must be an object")
-        return ConfigFields(value, self.where, self._names)
+        return ConfigFields(value, self.where, self._names, f"{self._prefix}{name}.")
 
     def error(self, name: str, value: Any, reason: str) -> CheckpointError:
-        text, name = repr(value).replace("\n", " "), self._names.get(name, name)  # arrays are shown in lines
+        text = repr(value).replace("\n", " ")  # arrays are shown in lines
+        name = self._names.get(name, self._prefix + name)
         return CheckpointError(f"{self.where}: {name} = {text[:200]}{'...' if len(text) > 200 else ''}: {reason}")
 
     def _get(self, name: str, default: Any) -> Any:

@@ -7,7 +7,7 @@ config is a Qwen3 decoder's. Embedding and output head are the target's unless t
 
 A mask of DFlash predicts its own position. A row of DSpark, the last token's too, predicts the next: its logits get the
 bias w2(w1[token drawn before]), and a linear layer on [its hidden state, w1[that token]] gives the logit of its chance
-of acceptance.
+of acceptance. What DeepSpec names DFlash is DSpark with rank 0, without bias and confidence.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_drafter(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> DraftH
     """
     fields = checkpoint.fields
     is_dspark = fields.values.get("architectures") == [DSPARK_MODEL]
-    section, prefix = (fields, "") if is_dspark else (fields.section(SECTION), f"{SECTION}.")
+    section = fields if is_dspark else fields.section(SECTION)
     fields.must_be("architectures", ["DFlashDraftModel"], [DSPARK_MODEL])
     fields.must_be("model_type", "qwen3")
     for name, wanted in FIXED_FIELDS.items():
@@ -61,13 +61,11 @@ def read_drafter(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> DraftH
     spec = read_spec(fields)
     sizes = {"vocab_size": target.vocab_size, "hidden_size": target.hidden_size}
     fields.must_be_target_s(**sizes, num_target_layers=target.num_layers)
-    mask = section.values.get("mask_token_id")
-    if type(mask) is not int or not 0 <= mask < target.vocab_size:
-        raise fields.error(f"{prefix}mask_token_id", mask, f"must be an integer in [0, {target.vocab_size - 1}]")
+    mask = section.count("mask_token_id", target.vocab_size - 1, least=0)
     block_size = (section if "block_size" in section.values else fields).count("block_size", MAX_BLOCK, 16)
     if block_size < 2:
         raise fields.error("block_size", block_size, "must be at least 2: the last token and one more")
-    layers = inputs_after(fields, f"{prefix}target_layer_ids", section.values.get("target_layer_ids"), target)
+    layers = inputs_after(section, "target_layer_ids", section.values.get("target_layer_ids"), target)
     family = DSPARK if is_dspark else DFLASH
     spec = replace(spec, family=family, max_context=target.max_context, block_size=block_size, mask_id=mask)
     sources = draft_sources(spec, checkpoint, len(layers) * spec.hidden_size)
@@ -76,8 +74,11 @@ def read_drafter(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> DraftH
 
 
 def _dspark_sources(spec: ModelSpec, fields: ConfigFields) -> dict[str, WeightSource]:
-    """Returns the sources of DSpark's bias, and of the confidence that a drafter may have."""
-    rank, sources = fields.count("markov_rank", spec.hidden_size), dict[str, WeightSource]()
+    """Returns the sources of DSpark's bias and of the confidence that a drafter may have; none with rank 0."""
+    rank, sources = fields.count("markov_rank", spec.hidden_size, least=0), dict[str, WeightSource]()
+    if rank == 0:
+        fields.must_be("enable_confidence_head", False)
+        return sources
     for name, is_transposed in (("markov_w1", False), ("markov_w2", True)):
         part = f"markov_head.{name}.weight", (spec.padded_vocab_size, rank)
         sources[name] = WeightSource((part,), is_transposed=is_transposed)

@@ -88,7 +88,7 @@ def _feature_layers(fields: ConfigFields, target: ModelSpec) -> tuple[int, ...]:
     layers = section.values.get(LAYERS_FIELD)
     if layers is None:
         layers = [1, target.num_layers // 2 - 1, target.num_layers - 4]
-    return inputs_after(fields, f"eagle_config.{LAYERS_FIELD}", layers, target, NUM_FEATURES)
+    return inputs_after(section, LAYERS_FIELD, layers, target, NUM_FEATURES)
 
 
 def inputs_after(

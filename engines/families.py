@@ -70,9 +70,7 @@ def _rotary(fields: ConfigFields) -> dict[str, Any]:
     rope = fields.section(name)
     unknown = sorted(set(rope.values) - ROPE_FIELDS)
     if unknown:
-        raise fields.error(
-            f"{name}.{unknown[0]}", rope.values[unknown[0]], "unknown field: its effect on positions is not known"
-        )
+        raise rope.error(unknown[0], rope.values[unknown[0]], "unknown field: its effect on positions is not known")
     for holder in (rope, fields):
         if holder.values.get("partial_rotary_factor", 1) != 1:
             raise fields.error("partial_rotary_factor", holder.values["partial_rotary_factor"], "must be 1")

@@ -66,11 +66,11 @@ class Scheme:
 
 def read_scheme(config: ConfigFields) -> Scheme:
     """Returns the scheme of a config. Raises CheckpointError naming a field that would make another model."""
-    values = config.section(SECTION).values
-    method = values.get("quant_method", "unknown")
+    fields = config.section(SECTION)
+    method = fields.values.get("quant_method", "unknown")
     if not isinstance(method, str) or method not in METHODS:
-        raise config.error(f"{SECTION}.quant_method", method, f"must be one of {', '.join(METHODS)}")
-    return METHODS[method](ConfigFields(values, config.where, {name: f"{SECTION}.{name}" for name in values}))
+        raise fields.error("quant_method", method, f"must be one of {', '.join(METHODS)}")
+    return METHODS[method](fields)
 
 
 def _awq(fields: ConfigFields) -> Scheme:

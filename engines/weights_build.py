@@ -36,7 +36,7 @@ HALF_CHECKPOINTS = ("F16", "BF16")
 # The stored types that a format represents exactly, except minimums made of zero points, the smallest format first.
 HELD = {INT4: ("Q4_0", "Q4_1", ZERO_POINTS), INT8: ("Q8_0", "Q4_0", ZERO_POINTS), FLOAT16: ("F16",), "bf16": ("BF16",)}
 HELD_TYPES = {"F32"}.union(*HELD.values())
-PLAIN = ("markov_w1", "confidence_weight")  # of a block drafter: tables that no product reads
+PLAIN = ("markov_w1", "confidence_weight")  # of a block drafter: tables that no product reads, kept in 16 bits
 ROUTER = ".router"  # the end of its names
 NUM_NAMED = 3  # matrices of one kind that a report names
 ALIGNMENT = 64
@@ -180,7 +180,10 @@ def _llvm_tensors(weights: ModelWeights, weight_format: WeightFormat) -> Iterato
     for name in weights:
         shape = weights.shape(name)
         if len(shape) == 1 or name in PLAIN:
-            yield NewTensor(name, "F32", shape, partial(_converted, weights, name, "float32"))
+            types = weights.stored_types(name) if name in PLAIN else ()
+            stored = next((each for each, kind in STORED_NAMES.items() if types == {kind}), FLOAT32)
+            pieces = partial(_converted, weights, name, FLOAT_TYPES[stored])
+            yield NewTensor(name, STORED_NAMES[stored], shape, pieces)
         else:
             num_inputs, num_outputs = shape[::-1] if name in ENDS else shape
             num_bytes = stored_bytes(num_inputs, num_outputs, format_of(name, weight_format))

@@ -96,6 +96,11 @@ class ModelSpec:
         """Whether this is a draft that reads hidden states of its target."""
         return self.family in (EAGLE3, DFLASH, DSPARK)
 
+    @property
+    def num_idle(self) -> int | None:
+        """Rows of a block without logits: 1 if masks predict their own positions. None: it drafts no blocks."""
+        return int(self.family == DFLASH) if self.block_size else None
+
 
 def rotary_tables(spec: ModelSpec) -> tuple[np.ndarray, np.ndarray]:
     """cos and sin [max_context, head_dim / 2] of position * frequency, float32 from float64.

@@ -80,8 +80,8 @@ class BlockRunner(ModelRunner, Protocol):
 
     block_size: int  # most rows of a block
     mask_id: int
-    # True: every row has logits of the next token, biased by the one before it. False: masks have those of their own.
-    predicts_next: bool
+    num_idle: int  # 0: every row has logits of the next token; 1: masks have those of their own, the anchor none
+    has_bias: bool  # logits depend on the token before
     token_confidences: np.ndarray | None  # [V] float32: what the token before adds to a confidence
 
     def run_block(self, rows: RowBatch) -> tuple[DeviceArray, np.ndarray | None]:

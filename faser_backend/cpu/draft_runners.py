@@ -13,7 +13,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import DSPARK, TWO_PARTS
+from faser_backend.core.model import TWO_PARTS
 from faser_backend.cpu.kernels.layouts import stored_bytes
 from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel
 from faser_backend.cpu.kv_pool import KvPool
@@ -73,8 +73,7 @@ class LlvmHeadRunner(_FeatureRunner):
     """Runs an EAGLE-3 head."""
 
     def _open(self) -> None:
-        token_ids = self._weights.vector("token_ids", np.int64)
-        assert token_ids is not None, "a head names the ids of its logits"
+        token_ids = self._weights.tensor("token_ids")
         is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut
         self._token_ids, self._known = token_ids[is_known], np.flatnonzero(is_known)
         self._is_whole = np.array_equal(token_ids, np.arange(self.vocab_size))
@@ -112,17 +111,19 @@ class LlvmBlockRunner(_FeatureRunner):
 
     def _open(self) -> None:
         self.block_size, self.mask_id = self.spec.block_size, self.spec.mask_id
-        rows = self._embedding_file.vector("embedding", np.uint8)
-        if rows is None or rows.size < stored_bytes(self.spec.hidden_size, self.mask_id + 1, self._formats[1]):
+        rows = self._embedding_file.tensor("embedding")
+        if rows.size < stored_bytes(self.spec.hidden_size, self.mask_id + 1, self._formats[1]):
             raise ConfigError(f"mask_id = {self.mask_id}: behind the last row of the embedding")
-        self.predicts_next = self.spec.family == DSPARK
-        self._confidence, self.token_confidences = self._weights.vector("confidence_weight"), None
-        table = self._weights.vector("markov_w1")
-        if table is not None:
-            self._of_tokens = table.reshape(self.vocab_size, -1)  # [V, rank]
-        if self._confidence is not None:
-            self._confidence, of_tokens = np.split(self._confidence, [self.spec.hidden_size])
-            self.token_confidences = self._of_tokens @ of_tokens + self._weights.vector("confidence_bias")
+        self.num_idle, self.has_bias = self.spec.num_idle, "markov_w1" in self._weights
+        if self.has_bias:
+            self._of_tokens = self._weights.tensor("markov_w1")  # [V, rank]
+        self._confidence = self.token_confidences = None
+        if "confidence_weight" in self._weights:
+            both = self._weights.tensor("confidence_weight")[0].astype(np.float32)
+            self._confidence, weight = np.split(both, [self.spec.hidden_size])
+            parts = np.array_split(self._of_tokens, 64)  # only one is in float32 at a time
+            self.token_confidences = np.concatenate([part.astype(np.float32) @ weight for part in parts])
+            self.token_confidences += self._weights.tensor("confidence_bias")
 
     def run_block(self, rows: RowBatch) -> tuple[np.ndarray, np.ndarray | None]:
         """See core.ports.BlockRunner."""
@@ -134,8 +135,9 @@ class LlvmBlockRunner(_FeatureRunner):
     def biased(self, logits: np.ndarray, index: np.ndarray, previous: np.ndarray) -> np.ndarray:
         """See core.ports.BlockRunner."""
         logits = logits[index]
-        if self.predicts_next:
-            logits += self._product(self._of_tokens[previous], "markov_w2", self.vocab_size)
+        if self.has_bias:
+            of_tokens = self._of_tokens[previous].astype(np.float32)
+            logits += self._product(of_tokens, "markov_w2", self.vocab_size)
         return logits
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
@@ -149,7 +151,7 @@ class LlvmBlockRunner(_FeatureRunner):
             for name, pool in (("k", self.pool.keys(layer)), ("v", self.pool.values(layer))):
                 heads = self._product(context, f"layers.{layer}.{name}", width)
                 if self.spec.has_qkv_bias:
-                    heads = heads + self._weights.vector(f"layers.{layer}.{name}_bias")
+                    heads = heads + self._weights.tensor(f"layers.{layer}.{name}_bias")
                 heads = heads.reshape(rows.num_rows, self.spec.num_kv_heads, self.spec.head_dim)
                 if name == "k":
                     heads = self._rotated(self._normed(heads, f"layers.{layer}.k_norm"), rows.positions)
@@ -159,7 +161,7 @@ class LlvmBlockRunner(_FeatureRunner):
     def _normed(self, rows: np.ndarray, name: str) -> np.ndarray:
         """Returns the RMS norm of rows [..., n] with a weight [n] of the file."""
         scale = 1 / np.sqrt(np.square(rows).mean(axis=-1, keepdims=True) + self._eps)
-        return rows * scale * self._weights.vector(name)
+        return rows * scale * self._weights.tensor(name)
 
     def _rotated(self, heads: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Applies the rotary embedding to heads [T, num_heads, head_dim] at positions [T]."""

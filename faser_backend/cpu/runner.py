@@ -142,9 +142,7 @@ class LlvmRunner:
         self._segments = [segment_tables(spec, segment, self._weights) for segment in model.segments]
         head = self._head_file.offset("lm_head" if "lm_head" in self._head_file else "embedding")
         self._end_matrices = np.array([self._embedding_file.offset("embedding"), head], np.int64)
-        last_norm = self._weights.vector("norm")
-        assert last_norm is not None
-        self._last_norm = last_norm.copy()  # kernels take writable arrays
+        self._last_norm = self._weights.tensor("norm").copy()  # kernels take writable arrays
         self._cos, self._sin = rotary_tables(spec)
         self._eps, self._scale = np.float32(spec.rms_eps), np.float32(spec.head_dim**-0.5)
         kind = EAGLE3_HEAD if spec.family == EAGLE3 else EXPERTS if spec.num_experts else DENSE

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import WeakValueDictionary
 
+import ml_dtypes
 import numpy as np
 
 from faser_backend.core.model import ModelSpec
@@ -28,6 +29,7 @@ _ATTENTION = ("q", "k", "v", "attention_out")
 _MLP = ("gate", "up", "down")
 _VECTORS = ("input_norm", "mlp_norm", "q_bias", "k_bias", "v_bias", "attention_out_bias", "gate_bias", "up_bias")
 _VECTORS += ("down_bias", "q_norm", "k_norm", "hidden_norm")
+_DTYPES = {"U8": np.uint8, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F32": np.float32, "I64": np.int64}
 
 
 def open_weights(path: Path) -> WeightFile:
@@ -49,23 +51,20 @@ class WeightFile:
         _log.info("%s: %s", path.name, reason)
         self.data = _copy(path) if is_copied else np.memmap(path, np.uint8, "r").view(np.ndarray)
         num_header_bytes = int.from_bytes(self.data[:8].tobytes(), "little")
-        entries = json.loads(self.data[8 : 8 + num_header_bytes].tobytes())
-        start = 8 + num_header_bytes
-        self._spans = {name: [start + at for at in entry["data_offsets"]] for name, entry in entries.items()}
+        self._entries = json.loads(self.data[8 : 8 + num_header_bytes].tobytes())
+        self._start = 8 + num_header_bytes
 
     def __contains__(self, name: str) -> bool:
-        return name in self._spans
+        return name in self._entries
 
     def offset(self, name: str) -> int:
         """Returns a tensor's offset in bytes from the beginning of the file."""
-        return self._spans[name][0]
+        return self._start + self._entries[name]["data_offsets"][0]
 
-    def vector(self, name: str, dtype: type[np.generic] = np.float32) -> np.ndarray | None:
-        """Returns a tensor with one axis, or None if the file has none of that name."""
-        if name not in self._spans:
-            return None
-        first, last = self._spans[name]
-        return self.data[first:last].view(dtype)
+    def tensor(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
+        first, last = (self._start + at for at in entry["data_offsets"])
+        return self.data[first:last].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
 
 
 def choose_copy(num_bytes: int) -> tuple[bool, str]:
@@ -135,11 +134,10 @@ def segment_tables(spec: ModelSpec, segment: SegmentSpec, weights: WeightFile) -
     for row, layer in enumerate(layers):
         matrices[row] = [weights.offset(f"layers.{layer}.{name}") for name in names]
         for column, name in enumerate(_VECTORS):
-            vector = weights.vector(f"layers.{layer}.{name}")
-            if vector is not None:
+            if (known := f"layers.{layer}.{name}") in weights:
                 offsets[row, column] = end
-                vectors.append(vector)
-                end += vector.size
+                vectors.append(weights.tensor(known))
+                end += vectors[-1].size
         if layer in feature_layers:
             offsets[row, -1] = feature_layers.index(layer)
     sizes = (segment.first_layer, segment.last_layer, spec.num_layers, spec.has_normalized_routing, spec.block_size > 0)

@@ -16,7 +16,6 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import DSPARK
 from faser_backend.cuda.buffers import (
     NO_SLOT,
     PADDED,
@@ -267,7 +266,8 @@ class CudaBlockRunner(CudaRunner):
     def __init__(self, model: ModelEngine, programs: Sequence[SegmentProgram], *arguments: Any, **options: Any) -> None:
         super().__init__(model, programs, *arguments, **options)
         self._program = cast(BlockProgram, programs[LAYER])
-        self.predicts_next, self.token_confidences = model.spec.family == DSPARK, self._program.head.token_confidences
+        head, self.num_idle = self._program.head, model.spec.num_idle
+        self.has_bias, self.token_confidences = head.bias is not None, head.token_confidences
 
     @on_share
     def run_block(self, rows: RowBatch) -> tuple[torch.Tensor, np.ndarray | None]:

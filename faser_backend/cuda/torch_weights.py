@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import DSPARK, rotary_tables
+from faser_backend.core.model import rotary_tables
 from faser_backend.cuda.pool import DTYPES
 from faser_backend.manifest import ModelSpec
 
@@ -98,7 +98,7 @@ def load_head(
         prefix = ""
         if spec.mask_id >= embedding.shape[0]:
             raise ConfigError(f"mask_id = {spec.mask_id}: the embedding has {embedding.shape[0]} rows")
-        if spec.family == DSPARK:
+        if "markov_w1" in reader.names:
             own["bias"] = table, _ = reader.matrix("markov_w1"), reader.matrix("markov_w2").t().contiguous()
             if "confidence_weight" in reader.names:
                 weight = reader.matrix("confidence_weight")[0].float()

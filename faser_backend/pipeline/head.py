@@ -137,16 +137,15 @@ class BlockProposer(HeadProposer):
         if not active.size:
             return
         context = self.unread_rows(batch, active, with_logits=False)
-        num_idle = 1 - drafter.predicts_next  # rows of a block without logits
-        lengths = chain.num_wanted[active].clip(max=drafter.block_size - num_idle)
-        rows = _block_rows(chain, active, lengths + num_idle, drafter)
+        lengths = chain.num_wanted[active].clip(max=drafter.block_size - drafter.num_idle)
+        rows = _block_rows(chain, active, lengths + drafter.num_idle, drafter)
         self.times.lap("draft_rows")
         drafter.run_segment(0, context, None)
         logits, sure = drafter.run_block(rows)
         self.times.lap("draft_model")
         firsts = np.cumsum(lengths) - lengths  # of each sequence's logits
         drawn, last = None, rows.token_ids[rows.cu_rows[:-1]]
-        if not (self._keeps_probs or drafter.predicts_next or self._sampler.has_rules(batch.slots[active])):
+        if not (self._keeps_probs or drafter.has_bias or self._sampler.has_rules(batch.slots[active])):
             counts = np.bincount(active + 1, lengths, len(batch) + 1).astype(np.int64)
             draws = verify_sampling_rows(batch, Frontier.empty(len(batch)), np.cumsum(counts))
             drawn = self._sampler.sample_draft(logits, draws, num_candidates)
@@ -178,5 +177,5 @@ def _block_rows(chain: Chain, active: np.ndarray, counts: np.ndarray, drafter: B
     for piece, index, start in zip(pieces, active, starts, strict=True):
         piece[0] = batch.sequences[index].token_ids[start]
     rows = piece_rows(pieces, starts.tolist(), batch.block_tables[active], with_logits=False)
-    idle = rows.cu_rows[:0] if drafter.predicts_next else rows.cu_rows
+    idle = rows.cu_rows if drafter.num_idle else rows.cu_rows[:0]
     return replace(rows, logit_rows=np.setdiff1d(np.arange(rows.num_rows), idle))

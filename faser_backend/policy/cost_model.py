@@ -119,7 +119,7 @@ class CostModel:
     segments: (model, partition) -> cost of each segment in order. key_columns [n]: how many columns of keys the
     runtime reads for n tokens (it rounds up); longer contexts count as they are. is_padded: attention treats every
     sequence as having the call's longest context and most rows. drafts_at_once: by the device; no chain ends early.
-    drafts_blocks: all tokens of a chain take one call, with a row each.
+    num_idle: rows of a block beside one for each token, see ModelSpec; None: each token takes a call.
     """
 
     segments: Mapping[tuple[str, str], tuple[CallCost, ...]]
@@ -128,7 +128,7 @@ class CostModel:
     is_measured: bool
     is_padded: bool = True
     drafts_at_once: bool = False
-    drafts_blocks: bool = False
+    num_idle: int | None = None
 
     @property
     def partitions(self) -> tuple[str, ...]:
@@ -177,6 +177,13 @@ class CostModel:
         logit_rows = rows if num_logit_rows is None else num_logit_rows
         return np.asarray(sum(cost.us(rows, sequences, max_rows, columns, logit_rows) for cost in costs))
 
+    def drafting_us(self, partition: str, length: int, num_sequences: Numbers, context_tokens: Numbers) -> np.ndarray:
+        """Returns the microseconds [N] of the calls that draft `length` tokens of each sequence."""
+        num_calls, tokens = (length, num_sequences) if self.num_idle is None else (1, num_sequences * length)
+        rows = tokens + num_sequences * (self.num_idle or 0)
+        call_us = self.call_us(DRAFT, partition, rows, num_sequences, context_tokens, num_logit_rows=tokens)
+        return num_calls * call_us
+
 
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------
 
@@ -201,13 +208,12 @@ class BatchTimes:
 
     def __init__(self, costs: CostModel, max_draft_tokens: int, size: int, context: int, partition: str) -> None:
         rows, active = np.arange(size, size * (max_draft_tokens + 1) + 1), np.arange(size + 1)
-        draft_us = costs.call_us(DRAFT, partition, active, active, context, num_logit_rows=active)
+        draft_us = costs.drafting_us(partition, 1, active, context)
         self.draft_round_us = float(costs.overhead.draft_round(size))
-        if costs.drafts_blocks:  # a token takes its row, the first one the call
-            self.draft_round_us += float(draft_us[size])
-            masks = active * max_draft_tokens
-            block_us = costs.call_us(DRAFT, partition, active + masks, active, context, num_logit_rows=masks)
-            draft_us = np.maximum(block_us - draft_us, 0.0) / max_draft_tokens
+        if costs.num_idle is not None:  # a token takes its row, the first one the rest of the call
+            more_us = costs.drafting_us(partition, max_draft_tokens, active, context) - draft_us
+            first_us, draft_us = float(draft_us[size]), np.maximum(more_us, 0.0) / max(max_draft_tokens - 1, 1)
+            self.draft_round_us += max(first_us - float(draft_us[size]), 0.0)
         self.size, self.partition = size, partition
         # [N + 1] of a step with 0..N rows beside the anchors, without drafting.
         self.verify_us = costs.call_us(TARGET, partition, rows, size, context) + costs.overhead.step(size, rows)

@@ -43,7 +43,6 @@ from faser_backend.serving.profile_store import (
     Fingerprint,
     Profile,
     cost_model_of,
-    drafts_blocks,
     is_padded,
     key_columns,
 )
@@ -113,9 +112,7 @@ class StepMeter:
         """Returns the predicted time of the calls that draft `length` tokens of each sequence."""
         if (DRAFT, WHOLE) not in calls.segments:
             return 0.0
-        num_calls, rows = (1, num_sequences * length) if calls.drafts_blocks else (length, num_sequences)
-        context, num_rows = PROMPT_TOKENS + self._effort.num_steps, rows + num_sequences * calls.drafts_blocks
-        return num_calls * float(calls.call_us(DRAFT, WHOLE, num_rows, num_sequences, context, num_logit_rows=rows))
+        return float(calls.drafting_us(WHOLE, length, num_sequences, PROMPT_TOKENS + self._effort.num_steps))
 
     def _timed_us(self, work: Callable[..., object], *arguments: Any) -> float:
         start = time.perf_counter_ns()
@@ -251,8 +248,7 @@ class _Profiler:
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
-        nothing, blocks = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0), drafts_blocks(manifest)
-        calls = CostModel(costs, nothing, widths, is_measured=True, is_padded=pads, drafts_blocks=blocks)
+        calls = cost_model_of(manifest, costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0))
         overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
         self.report("done", 1.0)
         return Profile(
@@ -269,8 +265,9 @@ class _Profiler:
 
     def _cases(self, effort: Effort) -> dict[str, list[Case]]:
         rng, names = np.random.default_rng(SEED), dict.fromkeys(share.model for share in self.shares)
-        are_blocks = drafts_blocks(self.manifest)  # which are like verifications
-        kinds = {name: TARGET if are_blocks else name for name in names}
+        draft = self.manifest.draft
+        kind = DRAFT if draft is None or draft.spec.num_idle is None else TARGET  # a block is like a verification
+        kinds = {TARGET: TARGET, DRAFT: kind}
         return {name: choose_cases(kinds[name], self.models.max_context, rng, effort.case_share) for name in names}
 
     def _estimate_s(self, effort: Effort) -> float:
@@ -330,5 +327,6 @@ def run_profile(
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{engine_dir} is unchanged") from None
     profile.save(engine_dir)
-    print_tables(profile, cost_model_of(profile, manifest), has_exits=bool(manifest.exit_layers))
+    costs = cost_model_of(manifest, profile.costs, profile.overhead)
+    print_tables(profile, costs, has_exits=bool(manifest.exit_layers))
     Console().print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)

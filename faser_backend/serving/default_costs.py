@@ -57,7 +57,7 @@ def with_ngrams(costs: CostModel) -> CostModel:
     segments = {(TARGET, WHOLE): costs.segments[TARGET, WHOLE], (DRAFT, WHOLE): (CallCost(_line(CALL_US, TOKEN_US)),)}
     step = costs.overhead
     overhead = OverheadCost(step.step_us, step.step_sequence_us, step.step_row_us, 0.0, 0.0)
-    return replace(costs, segments=segments, overhead=overhead, drafts_at_once=False, drafts_blocks=False)
+    return replace(costs, segments=segments, overhead=overhead, drafts_at_once=False, num_idle=None)
 
 
 def _line(first_us: float, row_us: float) -> Curve:

@@ -56,7 +56,7 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     if models.draft is None:
         margins = knowledge.margins if manifest.draft is None else {}
         return Knowledge(with_ngrams(knowledge.costs), margins)
-    if config.acceptance == "rejection" and not knowledge.costs.drafts_blocks:
+    if config.acceptance == "rejection" and knowledge.costs.num_idle is None:
         # It needs the draft's probabilities: the host draws.
         return replace(knowledge, costs=replace(knowledge.costs, drafts_at_once=False))
     return knowledge

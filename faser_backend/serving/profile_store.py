@@ -20,7 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.files import FileError, read_json
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.policy.calibration import MarginCounts
-from faser_backend.policy.cost_model import CallCost, CostModel, Curve, OverheadCost
+from faser_backend.policy.cost_model import CallCost, Calls, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.default_costs import ModelSize, default_cost_model
@@ -149,38 +149,30 @@ def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
     if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a broken link is an error
         sizes = map(_size_of, manifest.models.values())
-        costs = default_cost_model(*sizes, is_padded=is_padded(manifest))
-        return Knowledge(replace(costs, drafts_at_once=drafts_at_once(manifest), drafts_blocks=drafts_blocks(manifest)))
+        return Knowledge(_of_engine(manifest, default_cost_model(*sizes)))
     profile = load_profile(engine_dir, manifest)
     calibration = profile.calibration
-    return Knowledge(cost_model_of(profile, manifest), calibration.margins, calibration.exits)
+    return Knowledge(cost_model_of(manifest, profile.costs, profile.overhead), calibration.margins, calibration.exits)
 
 
-def cost_model_of(profile: Profile, manifest: EngineManifest) -> CostModel:
-    return CostModel(
-        profile.costs,
-        profile.overhead,
-        key_columns(manifest),
-        is_measured=True,
-        is_padded=is_padded(manifest),
-        drafts_at_once=drafts_at_once(manifest),
-        drafts_blocks=drafts_blocks(manifest),
-    )
+def cost_model_of(
+    manifest: EngineManifest, costs: dict[Calls, tuple[CallCost, ...]], around: OverheadCost
+) -> CostModel:
+    """Returns the measured costs of an engine."""
+    return _of_engine(manifest, CostModel(costs, around, key_columns(manifest), is_measured=True))
+
+
+def _of_engine(manifest: EngineManifest, costs: CostModel) -> CostModel:
+    """Returns the costs with the fields that the engine decides. A chain is drafted at once by a core.ports.DraftLoop,
+    which runtimes of GPUs have, or by one call."""
+    num_idle = None if manifest.draft is None else manifest.draft.spec.num_idle
+    drafts_at_once = not manifest.runtime_spec.is_cpu or num_idle is not None
+    return replace(costs, is_padded=is_padded(manifest), drafts_at_once=drafts_at_once, num_idle=num_idle)
 
 
 def is_padded(manifest: EngineManifest) -> bool:
     """Returns whether attention pads all sequences of a call to the longest."""
     return manifest.runtime_spec.is_gathered
-
-
-def drafts_at_once(manifest: EngineManifest) -> bool:
-    """Returns whether the runtime drafts whole chains by itself (core.ports.DraftLoop), or the draft by a call."""
-    return not manifest.runtime_spec.is_cpu or drafts_blocks(manifest)
-
-
-def drafts_blocks(manifest: EngineManifest) -> bool:
-    """Returns whether the draft guesses all tokens of a chain in one call."""
-    return manifest.draft is not None and manifest.draft.spec.block_size > 0
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:

@@ -89,14 +89,11 @@ class BlockDraft(Draft):
             for depth, each in enumerate(zip(given, shares, kept, strict=True), 1)
         ]
         is_right, chance = right[is_known > 0], chances[is_known > 0]
-        bins = np.minimum((chance * NUM_BINS).astype(int), NUM_BINS - 1)
-        for index in np.unique(bins):
-            of_bin = bins == index
-            details.append(
-                f"chance {index / NUM_BINS:.1f} to {(index + 1) / NUM_BINS:.1f}: {of_bin.sum()} tokens, "
-                f"given chance {chance[of_bin].mean():.3f}, agreement {is_right[of_bin].mean():.3f}"
-            )
-        return Check(shares.tolist(), float(whole.sum() / max(len(whole), 1)), chain_length, details)
+        index = np.minimum((chance * NUM_BINS).astype(int), NUM_BINS - 1)
+        parts = [(chance[index == each], is_right[index == each]) for each in np.unique(index)]
+        bins = [(given.size, float(given.mean()), float(agreed.mean())) for given, agreed in parts]
+        details += [f"{n} tokens: given chance {given:.3f}, agreement {agreed:.3f}" for n, given, agreed in bins]
+        return Check(shares.tolist(), float(whole.sum() / max(len(whole), 1)), chain_length, details, bins)
 
     def drafted(self, batch: Batch, anchors: Tensor, size: int) -> Tensor:
         """Returns the hidden states [B, A, size - 1, d] of the masks of blocks at anchors [B, A]."""

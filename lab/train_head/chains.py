@@ -18,7 +18,7 @@ from faser_backend.lab.train_head.draft import CHAIN, SAME_SHAPE, Check, Default
 from faser_backend.lab.train_head.options import HeadOptions
 from faser_backend.lab.train_head.target import Target
 
-DEFAULT_NUM_IDS = 8192
+DEFAULT_NUM_IDS, DEFAULT_CHAIN_LENGTH = 8192, 3
 STEP_DECAY = 0.8  # weight of each further step of a chain
 DEPTHS = 5  # that a check counts
 
@@ -54,7 +54,7 @@ class ChainDraft(Draft):
         row_of = is_known.flatten().cumsum(0).sub_(1).view_as(best)  # of a known row among the known ones
         with self._autocast():
             wanted = self._wanted(batch.normed[is_known])
-            chains = self._chains(batch, self._options.chain_length)
+            chains = self._chains(batch, self._options.chain_length or DEFAULT_CHAIN_LENGTH)
         columns, bias = chosen_columns(wanted.sum(0), self._options.num_columns, seed)
         matrix, wanted = self._head.lm_head.weight.to(self._dtype)[columns], wanted[:, columns]
         wanted = wanted / wanted.sum(-1, keepdim=True)

@@ -40,6 +40,7 @@ class Check(NamedTuple):
     kept: float  # tokens before the first different one, as a verification accepts, of chains behind greedy answers
     chain_length: int
     details: Sequence[str] = ()  # lines for the user, of the last check
+    bins: Sequence[tuple[int, float, float]] = ()  # by chance: tokens, their mean chance, and share that agree
 
 
 class Draft(ABC):

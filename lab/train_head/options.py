@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
 from faser_backend.cli import options as shared
 from faser_backend.core.config import EngineConfig, OptionTable, option
+from faser_backend.core.errors import ConfigError
+
+OF_OTHER_KIND = {"block": ("num_ids", "chain_length"), "eagle3": ("num_layers", "block_size", "mask_id")}
 
 
 class Stage(StrEnum):
@@ -36,7 +38,7 @@ class HeadOptions(OptionTable):
     num_kv_heads: int | None = option(None, "Give the draft this many KV heads.", unset="the target's", ge=1)
     intermediate_size: int | None = option(None, "Set the intermediate size of the draft.", unset="the target's", ge=1)
     mask_id: int | None = option(None, "Mask a block's tokens with this id.", unset="the last unused id", ge=0)
-    chain_length: int = option(3, "Draft this many steps per row of a head.", ge=1)
+    chain_length: int | None = option(None, "Draft this many steps per row of a head.", unset="3", ge=1)
     tokens_per_step: int = option(2048, "Train on this many tokens per step.", ge=1)
     matrix_rate: float = option(2e-3, "Set the learning rate of matrices (Muon).", ge=0)
     rate: float = option(5e-4, "Set the learning rate of other weights (AdamW).", ge=0)
@@ -56,6 +58,12 @@ class HeadOptions(OptionTable):
     report_every: int = 20
     check_every: int = 100  # steps between checkpoints, each with a check on held-out dialogues
 
+    def check_kind(self) -> None:
+        """Raises ConfigError for an option that belongs to the other kind alone."""
+        for name in OF_OTHER_KIND[self.kind]:
+            if (value := getattr(self, name)) is not None:
+                raise ConfigError(f"{name} = {value}: not an option of kind {self.kind}")
+
     @property
     def folder(self) -> Path:
         """Returns the folder of data and checkpoints."""
@@ -64,8 +72,3 @@ class HeadOptions(OptionTable):
     @property
     def dialogues(self) -> Path:
         return self.folder / "dialogues"
-
-    @property
-    def threads(self) -> int:
-        available = len(os.sched_getaffinity(0))
-        return min(self.num_threads or available, available)

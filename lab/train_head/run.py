@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")
 import torch
@@ -53,7 +55,8 @@ def save_trained(options: HeadOptions) -> None:
 
 def open_target(options: HeadOptions) -> Target:
     """Loads the target on the chosen device, by default a GPU if there is one."""
-    torch.set_num_threads(options.threads)
+    available = len(os.sched_getaffinity(0))
+    torch.set_num_threads(min(options.num_threads or available, available))
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     return Target(options.target, torch.device(device), is_exact=options.precision == "fp32")
 
@@ -63,13 +66,19 @@ def print_line(line: str) -> None:
 
 
 def draw_curve(path: Path, progress: Progress) -> None:
-    """Draws the loss and the agreement by depth on held-out dialogues."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    """Draws the loss, and on held-out dialogues the agreement by depth and, of blocks, by chance."""
+    num_panels = 2 + bool(progress.bins)
+    figure, (left, right, *last) = plt.subplots(1, num_panels, figsize=(5 * num_panels, 4), layout="constrained")
     left.plot([rows / 1e6 for rows, _ in progress.losses], [loss for _, loss in progress.losses], linewidth=1)
     left.set(xlabel="rows learned from (millions)", ylabel="cross-entropy of depth 1 (nats)")
     at, shares = [rows / 1e6 for rows, _, _ in progress.checks], [shares for _, shares, _ in progress.checks]
     right.plot(at, shares, label=[f"depth {depth}" for depth in range(1, len(shares[0]) + 1)], linewidth=1)
     right.set(xlabel="rows learned from (millions)", ylabel="agreement with the target, held-out answers")
     right.legend()
+    for axes in last:
+        num_tokens, given, agreed = np.transpose(progress.bins)
+        axes.plot([0, 1], [0, 1], color="grey", linewidth=1, linestyle="dashed")
+        axes.scatter(given, agreed, 400 * num_tokens / num_tokens.sum() + 5)
+        axes.set(xlabel="chance that the draft gives, last check; area: tokens", ylabel="agreement with the target")
     figure.savefig(path, dpi=110)
     plt.close(figure)

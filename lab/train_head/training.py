@@ -6,7 +6,7 @@ with a new plan and its weights once there are more data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -39,9 +39,8 @@ class Progress:
     step: int = 0
     num_rows: int = 0  # learned from, in all runs
     losses: list[tuple[int, float]] = field(default_factory=list)
-    checks: list[tuple[int, list[float], float]] = field(
-        default_factory=list
-    )  # rows, agreement by depth, accepted tokens
+    checks: list[tuple[int, list[float], float]] = field(default_factory=list)  # with shares and kept of Check
+    bins: Sequence[tuple[int, float, float]] = ()  # Check.bins of the last
 
 
 class Trainer:
@@ -56,7 +55,7 @@ class Trainer:
         if num_shards <= HELD_OUT_SHARDS:
             raise ConfigError(f"{options.dialogues}: {num_shards} shards; run the stage write first")
         state = load_state(options) if self._path.exists() else None
-        self._shape = shape_of(target.spec, options, self._corpus, None if state is None else state["shape"])
+        self._shape = new_shape(target.spec, options, self._corpus) if state is None else state["shape"]
         if state is None:
             num_ids = self._shape.get("num_ids", target.spec.vocab_size)
             self._token_ids = self._corpus.frequent_ids(target.spec.vocab_size, num_ids)
@@ -167,6 +166,7 @@ class Trainer:
         """Checks some held-out dialogues; with None all, which reports the details too."""
         check = self.draft.check(self._corpus.held_out()[:num_dialogues])
         self.progress.checks.append((self.progress.num_rows, check.shares, check.kept))
+        self.progress.bins = check.bins
         shown = " / ".join(f"{share:.3f}" for share in check.shares)
         self._report(
             f"held-out agreement at depth 1 to {len(check.shares)}: {shown}, "
@@ -177,33 +177,24 @@ class Trainer:
 
 
 def load_state(options: HeadOptions) -> dict[str, Any]:
-    """Returns the last checkpoint. Raises ConfigError if there is none, or one of another kind or an older format."""
+    """Returns the last checkpoint. Raises ConfigError if there is none, or one of another kind, shape or version."""
     path = options.folder / STATE_FILE
     if not path.exists():
         raise ConfigError(f"{path}: missing; run the stage train first")
     state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     if "shape" not in state:
         raise ConfigError(f"{path}: written by another version; remove it to start over")
-    if (kind := state.get("kind", "eagle3")) != options.kind:
-        raise ConfigError(f"kind = {options.kind}: training in {options.folder} began with {kind}")
+    for name, begun in {"kind": state.get("kind", "eagle3"), **state["shape"]}.items():
+        if (asked := getattr(options, name)) not in (None, begun):
+            raise ConfigError(f"{name} = {asked}: training in {options.folder} began with {begun}")
     return state
 
 
-def shape_of(target: ModelSpec, options: HeadOptions, corpus: Corpus, begun: dict[str, int] | None) -> dict[str, int]:
-    """Returns the draft's shape from the checkpoint or, for a new one, the options.
-
-    Raises ConfigError if an option contradicts the checkpoint, is impossible, or belongs to another kind.
-    """
-    defaults = KINDS[options.kind].SHAPE
-    names = {name for kind in KINDS.values() for name in kind.SHAPE}
-    asked = {name: value for name in sorted(names) if (value := getattr(options, name)) is not None}
-    for name, value in asked.items():
-        if name not in defaults:
-            raise ConfigError(f"{name} = {value}: not an option of kind {options.kind}")
-        if begun is not None and value != begun[name]:
-            raise ConfigError(f"{name} = {value}: training in {options.folder} began with {begun[name]}")
-    shape = begun or {
-        name: asked[name] if name in asked else default(target, corpus) for name, default in defaults.items()
+def new_shape(target: ModelSpec, options: HeadOptions, corpus: Corpus) -> dict[str, int]:
+    """Returns a new draft's shape. Raises ConfigError for an option that is impossible."""
+    shape = {
+        name: default(target, corpus) if (asked := getattr(options, name)) is None else asked
+        for name, default in KINDS[options.kind].SHAPE.items()
     }
     if target.num_heads % shape["num_kv_heads"]:
         raise ConfigError(f"num_kv_heads = {shape['num_kv_heads']}: must divide {target.num_heads} heads")

@@ -14,7 +14,7 @@ from faser_backend.core.request import Request
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.pipeline.propose import Proposal
-from faser_backend.pipeline.rows import DecodeBatch, run_model
+from faser_backend.pipeline.rows import DecodeBatch, run_model, single_rows
 from faser_backend.pipeline.step import StepRunner
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, SequentialLanes
@@ -67,8 +67,7 @@ class FakeLoop:
             if drawn.candidates is not None:
                 candidates[active, step] = drawn.candidates
             active = np.flatnonzero(num_draft_tokens > step + 1)
-            cu_rows = np.arange(active.size + 1)
-            rows = RowBatch(tokens[active, step], cu_rows, starts[active] + step, tables[active], cu_rows[:-1])
+            rows = single_rows(tokens[active, step], starts[active] + step, tables[active])
         return DraftTokens(tokens, margins, candidates if num_candidates else None)
 
 

@@ -184,23 +184,16 @@ def capture_all(each: Opened) -> None:
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:
     menu = CallMenu(16, UNLIMITED._replace(num_blocks=64), is_padded=False)
     assert len(menu.menu(0)) == 20 and len(menu.menu(4)) == len(ROW_COUNTS) == 15
+    tokens, table = np.zeros(600, np.int64), np.zeros((1, 64), np.int64)
     for count in range(1, MAX_GRAPH_ROWS + 1):
         for num_logits in {0, 1, count}:
-            rows = RowBatch(
-                np.zeros(count, np.int64),
-                np.array([0, count]),
-                np.array([7]),
-                np.zeros((1, 64), np.int64),
-                np.arange(num_logits),
-            )
+            rows = make_rows([tokens], [7], [count], table, np.arange(num_logits))
             bounds = menu.of(rows, 0)
             assert bounds in menu.menu(0) and bounds.num_rows >= count and bounds.num_logit_rows >= num_logits
             assert bounds.num_rows < 2 * count + (count == 1)
             assert (bounds.num_logit_rows == 0) == (num_logits == 0 and bounds.num_rows >= PROMPT_ROWS)
         assert menu.of_decode(count, 5) in menu.menu(0)
-    large = RowBatch(
-        np.zeros(600, np.int64), np.array([0, 600]), np.array([0]), np.zeros((1, 64), np.int64), np.zeros(0, np.int64)
-    )
+    large = make_rows([tokens], [0], [600], table, np.zeros(0, np.int64))
     assert menu.of(large, 0) == CallBounds(600, 1, 600, 38, 0, 0)
 
 

@@ -39,7 +39,7 @@ from tests.support.torch_engines import CPU, NUM_SMS
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("eagle3"), runtime="torch", exit_layers=(4,), **CONFIGS[request.param])
+    return Built(tmp_path_factory.mktemp("eagle3"), CONFIGS[request.param], runtime="torch", exit_layers=(4,))
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +57,9 @@ class Runners(HeadReader):
         models = manifest.target, manifest.draft
         pools = [CudaKvPool(m.spec, num_blocks, BLOCK_SIZE, dtype=manifest.dtype, device=CPU) for m in models]
         self.features = pools[1].features = pools[0].features
-        opened = [
-            self.programs.open(model, "", NUM_SMS) for model in (models[1], models[0])
-        ]  # the head is opened first
-        self.target = CudaRunner(models[0], opened[1], pools[0], CPU)
-        self.head = CudaHeadRunner(models[1], opened[0], pools[1], CPU)
+        head, target = (self.programs.open(model, "", NUM_SMS) for model in models[::-1])  # the head is opened first
+        self.target = CudaRunner(models[0], target, pools[0], CPU)
+        self.head = CudaHeadRunner(models[1], head, pools[1], CPU)
         self.weights = self.programs.weights(models[1])
         self.target_weights = self.programs.weights(models[0])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import DFLASH
@@ -17,6 +18,7 @@ from faser_backend.cpu.draft_runners import LlvmBlockRunner
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.engines.dflash import is_dflash
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
+from faser_backend.pipeline.rows import piece_rows
 from faser_backend.serving.runtimes import open_runtime
 from tests.support.block_models import (
     BLOCK_SIZE,
@@ -67,9 +69,9 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     (section(causal=True), ("causal = True",)),
     ({**DSPARK, "markov_head_type": "gated"}, ("markov_head_type = 'gated'", "'vanilla'")),
     ({**DSPARK, "markov_head_type": "rnn"}, ("markov_head_type = 'rnn'",)),
-    ({**DSPARK, "markov_rank": None}, ("markov_rank = None", "[1, 32]")),
-    ({**DSPARK, "markov_rank": 33}, ("markov_rank = 33", "[1, 32]")),
-    ({**DSPARK, "markov_rank": 0}, ("markov_rank = 0", "[1, 32]")),
+    ({**DSPARK, "markov_rank": None}, ("markov_rank = None", "[0, 32]")),
+    ({**DSPARK, "markov_rank": 33}, ("markov_rank = 33", "[0, 32]")),
+    ({**DSPARK, "markov_rank": 0}, ("enable_confidence_head = True", "False")),
     ({**DSPARK, "confidence_head_with_markov": False}, ("confidence_head_with_markov = False",)),
     ({**DSPARK, "mask_token_id": -1}, (": mask_token_id = -1",)),
     ({**DSPARK, "target_layer_ids": [-1, 3]}, (": target_layer_ids = [-1, 3]",)),
@@ -137,13 +139,12 @@ class Runners:
         """Returns [n, VOCAB_SIZE + 1] of a block behind each sequence, if drafted [n] is drawn: logits, confidence."""
         drafter = self.drafter
         pieces = [
-            np.append(t[-1], np.full(d.size - drafter.predicts_next, drafter.mask_id))
+            np.append(t[-1], np.full(d.size - 1 + drafter.num_idle, drafter.mask_id))
             for t, d in zip(tokens, drafted, strict=True)
         ]
-        cu_rows = np.concatenate([[0], np.cumsum([piece.size for piece in pieces])])
-        wanted = np.setdiff1d(np.arange(cu_rows[-1]), [] if drafter.predicts_next else cu_rows[:-1])
-        starts = np.array([t.size - 1 for t in tokens])
-        logits, sure = drafter.run_block(RowBatch(np.concatenate(pieces), cu_rows, starts, tables, wanted))
+        rows = piece_rows(pieces, [t.size - 1 for t in tokens], tables, with_logits=False)
+        wanted = np.setdiff1d(np.arange(rows.num_rows), rows.cu_rows if drafter.num_idle else [])
+        logits, sure = drafter.run_block(replace(rows, logit_rows=wanted))
         previous = np.concatenate([np.append(t[-1], d[:-1]) for t, d in zip(tokens, drafted, strict=True)])
         logits = np.asarray(drafter.biased(logits, np.arange(previous.size), previous))
         confidences = np.zeros(previous.size) if sure is None else sure + drafter.token_confidences[previous]
@@ -182,7 +183,8 @@ def notices_faults(built: BuiltBlocks, error: float, factor: float = 10) -> None
     """Compares blocks with the reference, and with one that has a fault or another tensor."""
     assert largest_error(built) < error
     faults = [("is_causal", True), ("normalises_context", False)]
-    for fault, value in faults + [("num_idle", 1), ("bias_lag", 1)] * built.reference.is_dspark:
+    faults += [("num_idle", 1)] * built.reference.is_dspark + [("bias_lag", 1)] * built.reference.has_bias
+    for fault, value in faults:
         setattr(built.reference, fault, value)
         assert largest_error(built) > 10 * error, fault
         delattr(built.reference, fault)
@@ -192,7 +194,7 @@ def notices_faults(built: BuiltBlocks, error: float, factor: float = 10) -> None
         built.reference.tensors[name] = kept
 
 
-CASES = [("dflash", {}), ("dflash", {"is_tied": True}), ("dspark", {}), ("dspark", {"has_ends": True})]
+CASES = [("dflash", {}), ("dflash", {"is_tied": True}), ("dspark", {}), ("dspark", {"has_ends": True}), ("rank 0", {})]
 
 
 @pytest.mark.parametrize(("kind", "options"), CASES)
@@ -205,6 +207,16 @@ def test_rows_of_a_block_that_fill_several_tiles_see_each_other(tmp_path: Path) 
     """With 64 query heads on a KV head, an item of attention holds one row."""
     built = BuiltBlocks(tmp_path, num_attention_heads=64, num_key_value_heads=1)
     assert largest_error(built) < (UNIT_ERROR if has_matrix_units() else MAX_ERROR)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_tables_of_tokens_keep_their_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    options = {"kv_cache_dtype": "fp32", "compute": "bf16x2"}
+    built = BuiltBlocks(tmp_path, dtype=dtype, options=options, **DSPARK)
+    stored = weights.WeightFile(built.directory / "draft.safetensors").tensor("markov_w1")
+    wanted = built.reference.tensors["markov_head.markov_w1.weight"][:VOCAB_SIZE]
+    assert stored.nbytes == 2 * wanted.numel() and np.array_equal(stored.astype(np.float32), wanted)
+    assert largest_error(built) < UNIT_ERROR
 
 
 def test_a_drafter_in_another_format_reads_its_target_s_ends(tmp_path: Path) -> None:

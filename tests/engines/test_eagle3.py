@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import RowBatch
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.core.ports import ModelRunner
 from faser_backend.cpu import weights
@@ -20,9 +20,8 @@ from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import CorePartition
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving.runtimes import open_runtime
+from faser_backend.pipeline.rows import single_rows
 from tests.support.cpu_products import UNIT_ERROR
 from tests.support.eagle3_models import (
     FEATURE_LAYERS,
@@ -57,33 +56,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class Built:
     """A target and a head that were built together, with references of both."""
 
-    def __init__(
-        self,
-        root: Path,
-        *,
-        runtime: str = "llvm",
-        weights: str | None = None,
-        exit_layers: tuple[int, ...] = (),
-        kv_cache_dtype: str | None = None,
-        tensorrt: TensorRtOptions | None = None,
-        dtype: str = "fp32",
-        **config: Any,
-    ) -> None:
+    def __init__(self, root: Path, config: Mapping[str, Any] = MappingProxyType({}), **options: Any) -> None:
+        """config: changes of the head's. options: of build_engines."""
         self.source = write_checkpoint(root / "target", num_hidden_layers=NUM_TARGET_LAYERS)
         self.head_dir = write_head(root / "head", **config)
         self.directory = root / "engine"
-        self.manifest = build_engines(
-            self.source,
-            self.head_dir,
-            self.directory,
-            runtime=runtime,
-            weights=weights,
-            exit_layers=exit_layers,
-            kv_block_size=BLOCK_SIZE,
-            kv_cache_dtype=kv_cache_dtype,
-            tensorrt=tensorrt,
-            dtype=dtype,
-        )
+        self.manifest = build_engines(self.source, self.head_dir, self.directory, kv_block_size=BLOCK_SIZE, **options)
         assert EngineManifest.load(self.directory) == self.manifest
         self.target_reference = reference_model(self.source)
         embedding = self.target_reference.get_parameter("model.embed_tokens.weight").detach()
@@ -125,7 +103,7 @@ def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=CONFIGS)
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(tmp_path_factory.mktemp("eagle3"), exit_layers=(4,), **CONFIGS[request.param])
+    return Built(tmp_path_factory.mktemp("eagle3"), CONFIGS[request.param], exit_layers=(4,))
 
 
 class HeadReader:
@@ -208,13 +186,7 @@ def chain_of(runners: Runners, chunk: int, *, is_packed: bool) -> list[np.ndarra
         steps = []
         for step in range(3):
             steps.append(logits.copy())
-            newest = RowBatch(
-                token_ids=steps[-1].argmax(axis=1),
-                cu_rows=np.arange(len(group) + 1),
-                context_lens=np.full(len(group), 20 + step),
-                block_tables=own,
-                logit_rows=np.arange(len(group)),
-            )
+            newest = single_rows(steps[-1].argmax(axis=1), np.full(len(group), 20 + step), own)
             logits, hidden = runners.head.run_layer(newest, hidden)
         found += [np.concatenate([read[i], np.stack(steps)[:, i]]) for i in range(len(group))]
     return found
@@ -281,15 +253,10 @@ def test_a_head_reads_the_embedding_that_its_target_stores(tmp_path: Path) -> No
 
 
 def logits_of_layer(directory: Path, tokens: np.ndarray, hidden: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Returns logits of the engine's head for tokens and hidden states, on the engine's runtime."""
-    manifest = EngineManifest.load(directory)
-    runtime = open_runtime(directory, manifest, EngineConfig())
-    assert manifest.draft is not None
-    pool = runtime.open_pool(manifest.draft, NUM_BLOCKS)
-    runner = runtime.open_runner(manifest.draft, runtime.menu.whole, pool)
-    assert isinstance(runner, LlvmHeadRunner)
-    logits = runner.run_layer(make_rows([tokens], [0], [tokens.size], table), hidden)[0].copy()
-    runner.close()
+    """Returns logits of the engine's head for tokens and hidden states."""
+    runners = Runners(directory)
+    logits = runners.head.run_layer(make_rows([tokens], [0], [tokens.size], table), hidden)[0].copy()
+    runners.close()
     return logits
 
 

@@ -69,9 +69,8 @@ def test_configs_of_other_models(changes: dict[str, Any], words: tuple[str, ...]
 @pytest.mark.parametrize("layers", [[1, 3], [3, 1, 4], [1, 1, 4], [-1, 3, 4], [1, 3, 7], [1, 3, True], "1,3,4"])
 def test_layers_that_the_target_cannot_give(layers: object, target: Path, tmp_path: Path) -> None:
     head = write_head(tmp_path / "head", eagle_config={"eagle_aux_hidden_state_layer_ids": layers})
-    refuses_build(
-        target, head, "eagle_aux_hidden_state_layer_ids", str(layers), "ascending layers of the target in [0, 6]"
-    )
+    name = "eagle_config.eagle_aux_hidden_state_layer_ids"
+    refuses_build(target, head, f"{name} = {layers!r}", "ascending layers of the target in [0, 6]")
 
 
 def test_targets_too_shallow_for_the_default_layers(tmp_path: Path) -> None:

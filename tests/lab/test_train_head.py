@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -15,6 +16,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.train_head.blocks import BlockDraft
+from faser_backend.lab.train_head.chains import ChainDraft
 from faser_backend.lab.train_head.checkpoint import head_spec, new_head, save_head
 from faser_backend.lab.train_head.data import Batch, Corpus, Dialogue, Kind, shard_paths
 from faser_backend.lab.train_head.options import HeadOptions
@@ -152,8 +154,7 @@ def test_chains_in_training_are_chains_of_drafting(trained: HeadOptions, tmp_pat
             parameter.add_(torch.randn_like(parameter) * 0.1)
     save_head(tmp_path, parts.spec, spec, head.state_dict(), torch.arange(NUM_IDS))
     reference = ReferenceHead(tmp_path, parts.embedding)
-    head.load_state_dict({name: reference.tensors[name].float() for name in head.state_dict()})
-    reference.tensors = {name: t.float() if t.is_floating_point() else t for name, t in reference.tensors.items()}
+    head.load_state_dict({name: reference.tensors[name] for name in head.state_dict()})
     n, steps, rng = 12, 3, np.random.default_rng(1)
     tokens, features = rng.integers(0, VOCAB_SIZE, n), torch.randn(n, 3 * spec.hidden_size)
     with torch.no_grad():
@@ -242,8 +243,25 @@ def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions,
         train(trained.model_copy(update={"num_ids": 7}))
     with pytest.raises(ConfigError, match=r"kind = block: training in .* began with eagle3"):
         train(trained.model_copy(update={"kind": "block"}))
-    with pytest.raises(ConfigError, match=f"num_ids = {NUM_IDS}: not an option of kind block"):
-        train(blocks.model_copy(update={"num_ids": NUM_IDS}))
+    for stage in (train, save_trained):
+        with pytest.raises(ConfigError, match=r"block_size = 7: training in .* began with 5"):
+            stage(blocks.model_copy(update={"block_size": 7}))
+
+
+def test_options_of_the_other_kind_are_refused_before_anything_is_written(run, tmp_path: Path) -> None:
+    others = {*ChainDraft.SHAPE, "chain_length"} - {*BlockDraft.SHAPE}, {*BlockDraft.SHAPE} - {*ChainDraft.SHAPE}
+    for kind, name in [("block", each) for each in others[0]] + [("eagle3", each) for each in others[1]]:
+        option = f"--{name.replace('_', '-')}"
+        status, _, err = run("train-head", "--target", "t", "--output", tmp_path, "--kind", kind, option, 3)
+        assert (status, err) == (1, f"error: {name} = 3: not an option of kind {kind}\n")
+    assert not [*tmp_path.iterdir()] and sorted(map(len, others)) == [2, 3]
+
+
+def test_the_last_check_of_blocks_is_drawn_by_chance(blocks: HeadOptions) -> None:
+    bins = np.array(load_state(blocks)["progress"]["bins"])
+    assert (np.diff(np.floor(bins[:, 1] * 10)) > 0).all() and bins[:, 0].sum() >= 20
+    height, width, _ = matplotlib.image.imread(blocks.folder / "curve.png").shape
+    assert width > 3 * height
 
 
 def test_without_torch_there_is_one_error(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from faser_backend.core.batch import SamplingRows
+from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.cpu.draft_runners import LlvmBlockRunner
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.cpu.sampler import NumpySampler
+from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, CallCost, Curve, OverheadCost
+from faser_backend.serving.profile_store import cost_model_of
 from tests.engines.test_dflash import MAX_ERROR
 from tests.pipeline.test_eagle3_drafting import checked, make_requests, tokens_of
 from tests.support.block_models import BLOCK_SIZE, KINDS, BuiltBlocks
@@ -33,6 +35,25 @@ def test_a_block_is_no_longer_than_the_drafter_s(built: BuiltBlocks) -> None:
     engine.close()
     assert max(longest) == BLOCK_SIZE - 1 + built.reference.is_dspark
     assert checker.num_equal == checker.num_chains > 20
+
+
+def test_costs_count_the_rows_of_every_block(built: BuiltBlocks) -> None:
+    engine, _ = checked(built, "fixed:4")
+    drafter = engine.step_runner.partitions[WHOLE].draft
+    assert isinstance(drafter, LlvmBlockRunner)
+    run, calls = drafter.run_block, list[RowBatch]()
+    drafter.run_block = lambda rows: (calls.append(rows), run(rows))[1]
+    drive(engine, make_requests(is_greedy=True))
+    engine.close()
+    cost = CallCost(Curve.from_slopes(np.zeros(1), 0.0, np.ones(1)), logit_row_us=1000.0)
+    costs = cost_model_of(built.manifest, {(m, WHOLE): (cost,) for m in (DRAFT, TARGET)}, OverheadCost(0, 0, 0, 0, 0))
+    for rows in calls:
+        lengths = np.diff(np.searchsorted(rows.logit_rows, rows.cu_rows))
+        us = BatchTimes(costs, 4, lengths.size, 0, WHOLE).chains_us(lengths)
+        assert us == pytest.approx(rows.num_rows + 1000 * rows.logit_rows.size)
+        if len({*lengths}) == 1:
+            assert costs.drafting_us(WHOLE, lengths[0], lengths.size, 0) == pytest.approx(us)
+    assert len(calls) > 20
 
 
 def test_draws_that_depend_on_those_before_are_made_in_order(
@@ -102,8 +123,8 @@ def test_each_draw_has_its_reference_s_distribution_and_confidence(built: BuiltB
     error = UNIT_ERROR if has_matrix_units() else MAX_ERROR
     of_draws, of_margins = draft_errors(built, acceptance)
     assert of_draws < error
-    for fault in ("mask", *("no bias", "token") * built.reference.is_dspark):
+    for fault in ("mask", *("no bias", "token") * built.reference.has_bias):
         assert draft_errors(built, acceptance, fault)[0] > 0.1, fault
-    if built.reference.is_dspark:
+    if built.reference.has_bias:
         assert of_margins < error
         assert draft_errors(built, acceptance, "order")[1] > 0.1

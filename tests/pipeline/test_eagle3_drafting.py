@@ -28,7 +28,7 @@ from tests.support.tiny_models import VOCAB_SIZE
 AnyBuilt = Built | BuiltBlocks
 
 
-@pytest.fixture(scope="module", params=["eagle3", *KINDS])
+@pytest.fixture(scope="module", params=["eagle3", "dflash", "dspark"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AnyBuilt:
     root = tmp_path_factory.mktemp("drafts")
     if request.param == "eagle3":

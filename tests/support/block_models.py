@@ -52,7 +52,9 @@ DSPARK: dict[str, Any] = {
     "enable_confidence_head": True,
     "confidence_head_with_markov": True,
 }
-KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "dspark": DSPARK}
+RANK_0 = {**DSPARK, "markov_rank": 0, "enable_confidence_head": False, "has_ends": True}  # DeepSpec's DFlash
+RANK_0 |= dict.fromkeys(("markov_head_type", "confidence_head_with_markov"))
+KINDS: dict[str, dict[str, Any]] = {"dflash": {}, "dspark": DSPARK, "rank 0": RANK_0}
 
 
 def drafter_tensors(config: dict[str, Any], *, has_ends: bool = False, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -80,9 +82,10 @@ def drafter_tensors(config: dict[str, Any], *, has_ends: bool = False, seed: int
     return tensors
 
 
-def write_drafter(directory: Path, *, has_ends: bool = False, **changes: Any) -> Path:
+def write_drafter(directory: Path, *, has_ends: bool = False, dtype: Any = torch.float32, **changes: Any) -> Path:
     config = {name: value for name, value in {**DRAFTER, **changes}.items() if value is not None}
-    return write_draft(drafter_tensors(config, has_ends=has_ends), config, directory)
+    tensors = {name: tensor.to(dtype) for name, tensor in drafter_tensors(config, has_ends=has_ends).items()}
+    return write_draft(tensors, config, directory)
 
 
 class BuiltBlocks:
@@ -136,7 +139,7 @@ class ReferenceDrafter(ReferenceHead):
     def __init__(self, directory: Path, embedding: torch.Tensor, head: torch.Tensor) -> None:
         super().__init__(directory, embedding)
         self.ends = {"embed_tokens.weight": embedding, "lm_head.weight": head}
-        self.is_dspark = "markov_rank" in self.config
+        self.is_dspark, self.has_bias = "markov_rank" in self.config, bool(self.config.get("markov_rank"))
 
     def block(self, features: torch.Tensor, anchor: int, num_tokens: int) -> torch.Tensor:
         """Returns hidden states [num_tokens, d] of a block behind positions with features [n, ...]."""
@@ -156,7 +159,7 @@ class ReferenceDrafter(ReferenceHead):
     def predict(self, hidden: torch.Tensor, previous: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns logits [n, VOCAB_SIZE] and confidences [n] of hidden states [n, d] behind tokens previous [n]."""
         logits, confidences = linear(hidden, {**self.ends, **self.tensors}["lm_head.weight"]), torch.zeros(len(hidden))
-        if self.is_dspark:
+        if self.has_bias:
             of_token = self.tensors["markov_head.markov_w1.weight"][np.roll(previous, self.bias_lag)]
             logits = logits + linear(of_token, self.tensors["markov_head.markov_w2.weight"])
             weight, bias = (self.tensors[f"confidence_head.proj.{kind}"] for kind in ("weight", "bias"))

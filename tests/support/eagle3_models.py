@@ -90,10 +90,7 @@ def write_published(root: Path, rng: np.random.Generator) -> tuple[Path, Path, R
     tensors = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in tensors.items()}
     layers = {"eagle_aux_hidden_state_layer_ids": [0, 3, 6], "use_aux_hidden_state": True}
     head = write_head(root / "head", tensors, eagle_config=layers, architectures=["Eagle3LlamaForCausalLM"])
-    reference = ReferenceHead(head, own, prefix="layers.0.")
-    reference.tensors = {n: t.float() if t.is_floating_point() else t for n, t in reference.tensors.items()}
-    reference.embedding = reference.tensors["embed_tokens.weight"]
-    return target, head, reference
+    return target, head, ReferenceHead(head, own, prefix="layers.0.")
 
 
 def write_padded(root: Path) -> tuple[Path, Path, ReferenceHead]:
@@ -110,7 +107,8 @@ class ReferenceHead:
 
     def __init__(self, directory: Path, embedding: torch.Tensor, prefix: str = "midlayer.") -> None:
         self.config = json.loads((directory / "config.json").read_text())
-        self.tensors = load_file(directory / "model.safetensors")
+        stored = load_file(directory / "model.safetensors")
+        self.tensors = {name: t.float() if t.is_floating_point() else t for name, t in stored.items()}
         self.embedding = self.tensors.get("embed_tokens.weight", embedding)
         self._prefix = prefix
 

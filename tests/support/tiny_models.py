@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from transformers import (
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import ModelRunner
 from faser_backend.engines.build import build_engines
-from faser_backend.pipeline.rows import run_model
+from faser_backend.pipeline.rows import piece_rows, run_model
 
 torch.set_num_threads(1)
 
@@ -143,15 +144,9 @@ def make_rows(
     logit_rows: np.ndarray | None = None,
 ) -> RowBatch:
     """Returns rows [start, start + count) of each sequence. logit_rows: by default all."""
-    cu_rows = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-    parts = [tokens[s : s + n] for tokens, s, n in zip(sequences, starts, counts, strict=True)]
-    return RowBatch(
-        token_ids=np.concatenate(parts),
-        cu_rows=cu_rows,
-        context_lens=np.array(starts, np.int64),
-        block_tables=block_tables,
-        logit_rows=np.arange(cu_rows[-1]) if logit_rows is None else logit_rows,
-    )
+    pieces = [tokens[s : s + n] for tokens, s, n in zip(sequences, starts, counts, strict=True)]
+    rows = piece_rows(pieces, starts, block_tables, with_logits=False)
+    return replace(rows, logit_rows=np.arange(rows.num_rows) if logit_rows is None else logit_rows)
 
 
 def run_all(runner: ModelRunner, rows: RowBatch) -> np.ndarray:
