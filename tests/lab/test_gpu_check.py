@@ -27,6 +27,7 @@ from faser_backend.lab.gpu.harness import Context, Outcome, Part, Setting, run_p
 from faser_backend.lab.gpu.report import Report, default_path
 from faser_backend.lab.gpu.sms import check_split, overlap_of, ranges
 from faser_backend.serving.compose import build_engine
+from tests.support.serving_pair import write_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 torch.set_num_threads(1)
@@ -127,13 +128,14 @@ def test_splits_of_sms_are_judged():
     assert overlap_of((0.0, 4.0), (3.0, 13.0)) == 0.25 and overlap_of((0.0, 4.0), (5.0, 9.0)) == 0.0
 
 
-def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch):
-    """Weights of runtime llvm replace engines, which need a GPU."""
+def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Weights of runtime llvm replace engines, which need a GPU, and a pair whose kernels are compiled anyway."""
 
     def build(*places, **options):
-        return build_engines(*places, exit_layers=options["exit_layers"])
+        return build_engines(*places, exit_layers=options["exit_layers"], weights="fp32", draft_weights="fp32")
 
     monkeypatch.setattr(parity, "build_engines", build)
+    monkeypatch.setattr(parity, "DEMO_PAIR", write_pair(tmp_path, num_layers=6))
     found = parity.rtx_runtime(tiny())
     pair, head = found["dtypes"]
     assert [row["stage"] for row in found["dtypes"]] == ["done"] * 2

@@ -36,7 +36,7 @@ def byte_level_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
+def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0, num_layers: int = 3) -> Path:
     """Writes directory/{target,draft} in Hugging Face's format."""
     tokenizer = byte_level_tokenizer()
     for name in ("target", "draft"):
@@ -46,6 +46,7 @@ def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0
             vocab_size=tokenizer.get_vocab_size(),
             max_position_embeddings=max_context,
             eos_token_id=END_ID,
+            num_hidden_layers=num_layers,
         )
         tokenizer.save(str(directory / name / "tokenizer.json"))
     tokenizer_config = {"eos_token": "<|end|>", "chat_template": CHATML}
