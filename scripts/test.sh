@@ -6,13 +6,13 @@ set -euo pipefail
 cd "$ROOT"
 
 ensure_venv dev
+say "pyright, beside all that follows"
+"$VENV/bin/pyright" --pythonpath "$VENV/bin/python" &
 (ensure_smollm2) || say "SmolLM2 could not be fetched: its tests are skipped"
 
 say "ruff"
 "$VENV/bin/ruff" check .
 "$VENV/bin/ruff" format --check .
-say "pyright, beside the tests"
-"$VENV/bin/pyright" --pythonpath "$VENV/bin/python" &
 # Three workers for two cores, with one thread each: tests of servers mostly wait, and numeric libraries that use every
 # core slow each other down. A file stays with one worker, so that its servers start once. Bytecode is kept, because
 # hundreds of processes start.

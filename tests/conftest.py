@@ -17,10 +17,10 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # The slowest files, slowest first: parallel workers begin with them, so that none is left for the end.
 SLOW_FILES = [
-    "kernels", "runner", "quantised_checkpoint", "endings", "output_distribution", "eagle3", "examples", "attention",
-    "products", "wheel", "eagle3_drafting", "abuse", "experts", "gpu_check", "tensorrt_build", "engine", "train_head",
-    "model_source", "bfloat16_units", "demo_pair", "throughput_policy", "templates", "conformance", "smollm2",
-    "exactness", "compare", "bench", "tutorial", "gp_lcb", "kernels_compile", "operating", "gguf_tokenizer", "families",
+    "runner", "eagle3_drafting", "endings", "kernels_compile", "kernels", "conformance", "examples", "abuse",
+    "products", "attention", "bench", "isolation", "operating", "templates", "output_distribution", "block_drafting",
+    "smollm2", "bfloat16_units", "wheel", "exactness", "experts", "openai", "model_source", "demo_pair",
+    "tensorrt_build", "engine", "cli", "tensorrt_plugin", "mixed_calls", "heartbeat", "torch_blocks", "compare",
 ]  # fmt: skip
 
 
