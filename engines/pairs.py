@@ -139,7 +139,13 @@ def match_specs(
         raise CheckpointError("vocabulary of target: has no tokens")
     if draft is not None:
         _check_vocabularies(target.vocabulary, draft.vocabulary, specs)
-        _check_special_tokens(target.special_tokens, draft.special_tokens)
+        ours, theirs = target.special_tokens, draft.special_tokens
+        if ours != theirs:
+            token_id = min(token_id for token_id in ours | theirs if ours.get(token_id) != theirs.get(token_id))
+            raise CheckpointError(
+                f"special tokens of target and of draft must be equal: id {token_id} is "
+                f"{ours.get(token_id)!r} and {theirs.get(token_id)!r}"
+            )
     size = max(target.vocabulary.values()) + 1
     for side, spec in specs.items():
         if spec.vocab_size < size:
@@ -161,15 +167,6 @@ def _check_vocabularies(target: dict[str, int], draft: dict[str, int], specs: di
     raise CheckpointError(
         f"vocabulary {sizes} must be equal: token {token!r} has id {target.get(token)} and {draft.get(token)}"
     )
-
-
-def _check_special_tokens(target: dict[int, str], draft: dict[int, str]) -> None:
-    if target != draft:
-        token_id = min(token_id for token_id in target | draft if target.get(token_id) != draft.get(token_id))
-        raise CheckpointError(
-            f"special tokens of target and of draft must be equal: id {token_id} is "
-            f"{target.get(token_id)!r} and {draft.get(token_id)!r}"
-        )
 
 
 def _common_context(specs: dict[str, ModelSpec], max_context: int | None) -> int:

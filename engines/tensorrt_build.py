@@ -209,17 +209,13 @@ def parse_network(tensorrt: TensorRt, builder: Any, log: ErrorLog, onnx_path: Pa
         reasons = "; ".join(f"{error.node_operator()} {error.node_name()}: {error.desc()}" for error in errors)
         raise TensorRtError(f"{onnx_path.name}: parse: {reasons or 'TensorRT logged no error'}")
     log.check(f"{onnx_path.name}: parse")
-    _let_attention_decompose(module, network)
-    return network
-
-
-def _let_attention_decompose(module: Any, network: Any) -> None:
-    """Lets TensorRT decompose attention if no fused kernel supports its type and shapes, as for fp32."""
+    # TensorRT may decompose attention if no fused kernel supports its type and shapes, as for fp32.
     for index in range(network.num_layers):
         layer = network.get_layer(index)
         if layer.type == module.LayerType.ATTENTION_OUTPUT:
             layer.__class__ = module.IAttentionOutputLayer
             layer.attention.decomposable = True
+    return network
 
 
 def monitored_build(module: Any, config: Any, report: Callable[[str], None], build: Callable[[], Result]) -> Result:

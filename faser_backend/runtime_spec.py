@@ -24,10 +24,6 @@ class RuntimeSpec:
     num_prefill_tokens: int = 1024  # prompt tokens per step, unless users choose
 
     @property
-    def is_weights_only(self) -> bool:
-        return self.tensorrt is None
-
-    @property
     def is_gathered(self) -> bool:
         """True if attention is part of the graph, which pads all sequences to the block table's columns."""
         return self.tensorrt == "rtx"

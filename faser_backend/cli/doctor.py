@@ -214,12 +214,11 @@ def _gpu_report(manifest: EngineManifest, models: ModelPair, config: EngineConfi
     has_split = models.draft is not None and not models.draft.spec.reads_target
     plan = plan_memory(
         models.present,
+        config,
         dtype=manifest.dtype,
         kv_block_size=manifest.kv_block_size,
         free_bytes=total - CONTEXT_BYTES,
         num_partitions=2 if has_split else 1,
-        max_num_seqs=config.max_num_seqs,
-        max_prefill_tokens=config.max_prefill_tokens,
         unloaded_bytes=sum(model.num_weight_bytes for model in models.present),
     )
     return [

@@ -25,6 +25,7 @@ TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 FEATURES = "features"  # the target's hidden states that a draft head reads, in the target's pool
 FEATURE_ROWS = "aux_hidden"  # one layer's rows of them, an input or output of a compiled engine
 PADDED = "pad_idx"  # an input of segments that pad every sequence to the longest
+ADAPTERS = TensorSpec("adapters", "int64", ("T",))  # each row's index of CallBounds.adapters, or -1
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
@@ -40,6 +41,7 @@ def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
         "table_width": (1,),
         "logit_rows": (bounds.num_logit_rows,),
         "exit_candidates": (bounds.num_rows, bounds.num_candidates),
+        ADAPTERS.name: (bounds.num_rows,),
         PADDED: (bounds.num_sequences, bounds.max_rows),
         "unpad_idx": (bounds.num_rows,),
     }
@@ -115,6 +117,9 @@ def fill_inputs(
     _put(inputs, "logit_rows", rows.logit_rows, 0)
     if candidates is not None:
         _put(inputs, "exit_candidates", candidates, 0)
+    if bounds.adapters:
+        indices = {adapter: index for index, adapter in enumerate(bounds.adapters)}
+        _put(inputs, ADAPTERS.name, np.array([indices.get(each, -1) for each in rows.adapters])[sequence], -1)
     if PADDED in inputs:
         columns = np.arange(bounds.max_rows)
         padded = np.minimum(rows.cu_rows[:-1, None] + columns, rows.cu_rows[1:, None] - 1)
@@ -166,13 +171,6 @@ class TensorStore:
             self._tensors[key] = torch.zeros(shape, dtype=dtype, device=self._device)
         return self._tensors[key]
 
-    def arange(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns 0, 1, ..., count - 1; read-only."""
-        key = ("arange", (count,))
-        if key not in self._tensors:
-            self._tensors[key] = torch.arange(count, dtype=dtype, device=self._device)
-        return self._tensors[key]
-
 
 def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
     """Returns the integer inputs that a batch is written into, always with slot_mapping.
@@ -199,6 +197,7 @@ def call_tensors(
     A pool that is also an output is the input's memory. hidden_out of a segment is hidden of the next one.
     """
     tensors = dict(inputs.tensors)
+    layers = {"hidden": f"hidden {segment.first_layer}", "hidden_out": f"hidden {segment.last_layer}"}
     for tensor in (*segment.inputs, *segment.outputs):
         name, _, layer = tensor.name.partition(".")
         dtype = getattr(torch, tensor.dtype)
@@ -212,20 +211,14 @@ def call_tensors(
             tensors[FEATURES] = pool.features
             tensors[tensor.name] = store.get(tensor.name, (bounds.num_rows, int(tensor.shape[1])), dtype)
         elif name == COLUMNS:
-            tensors[name] = store.arange(bounds.num_blocks * pool.kv_block_size, dtype)
+            size = bounds.num_blocks * pool.kv_block_size
+            tensors[name] = torch.arange(size, out=store.get(name, (size,), dtype))
         elif name == "logits":
             tensors[name] = pool.logits.rows(bounds.num_logit_rows, spec.vocab_size)
         elif name not in inputs.tensors:
             shape = _result_shape(tensor, spec, bounds)
-            tensors[tensor.name] = store.get(_shared_name(tensor.name, segment), shape, dtype)
+            tensors[tensor.name] = store.get(layers.get(tensor.name, tensor.name), shape, dtype)
     return tensors
-
-
-def _shared_name(name: str, segment: SegmentSpec) -> str:
-    """Names hidden_out of a segment and hidden of the next one alike, by the layer between them."""
-    if name == "hidden":
-        return f"hidden {segment.first_layer}"
-    return f"hidden {segment.last_layer}" if name == "hidden_out" else name
 
 
 def _result_shape(tensor: TensorSpec, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import product
 from math import isqrt
 from operator import le
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from faser_backend.core.batch import RowBatch
 
@@ -38,6 +38,7 @@ class CallBounds(NamedTuple):
     num_blocks: int  # MB, columns of the block table, rounded up
     num_logit_rows: int  # R, rounded up; 0 = none wanted
     num_candidates: int  # C; 0 = no exit scores
+    adapters: Any = ()  # tuple of the AdapterTensors of rows
 
 
 UNLIMITED = CallBounds(*[1 << 30] * 6)
@@ -76,7 +77,9 @@ class CallMenu:
         for shape in shapes[bisect_left(shapes, needed[:1]) :]:
             if all(map(le, needed, shape)):
                 return shape
-        num_rows, num_logit_rows = (ceil_to(size, ROW_STEP) for size in (needed.num_rows, needed.num_logit_rows))
+        num_rows, num_logit_rows = (
+            -(-size // ROW_STEP) * ROW_STEP for size in (needed.num_rows, needed.num_logit_rows)
+        )
         larger = needed._replace(num_rows=num_rows, num_logit_rows=num_logit_rows)
         # A call that exceeds the limits keeps its size, and its program refuses it.
         return CallBounds._make(map(max, needed, map(min, larger, self.limits)))
@@ -125,8 +128,3 @@ def exact_bounds(rows: RowBatch, kv_block_size: int, num_candidates: int) -> Cal
     num_blocks = -(-int((rows.context_lens + counts).max()) // kv_block_size)
     num_logit_rows = rows.logit_rows.shape[0]
     return CallBounds(rows.num_rows, rows.num_sequences, int(counts.max()), num_blocks, num_logit_rows, num_candidates)
-
-
-def ceil_to(count: int, step: int) -> int:
-    """Returns the least multiple of step >= count."""
-    return -(-count // step) * step

@@ -32,7 +32,7 @@ from faser_backend.cuda.sampler import (
 )
 from faser_backend.cuda.segment import PreparedCall
 from faser_backend.cuda.streams import on_share
-from faser_backend.cuda.transfer import copy_to_device, to_host
+from faser_backend.cuda.transfer import to_host, upload
 
 MAX_STEPS = 64  # draft tokens of a chain
 _STEPS = NUM_WORDS  # the first row of a plan's positions and slot mapping
@@ -170,7 +170,7 @@ class _Chain:
         if first_hidden is not None:
             self._call.tensors["hidden"][: first_hidden.shape[0]].copy_(first_hidden)
         self._call.fill_tables(tables)
-        copy_to_device(plan, self._plan)
+        upload(self._plan.view(-1).view(torch.uint8), lambda area: np.copyto(area, plan.reshape(-1).view(np.uint8)))
         self._start()
         for _ in range(1, num_steps):
             self._advance()

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import DSPARK, EAGLE3, ModelSpec
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
 from faser_backend.manifest import ModelEngine
@@ -66,13 +67,12 @@ class MemoryPlan:
 
 def plan_memory(
     models: Sequence[ModelEngine],
+    config: EngineConfig,
     *,
     dtype: str,
     kv_block_size: int,
     free_bytes: int,
     num_partitions: int,
-    max_num_seqs: int,
-    max_prefill_tokens: int,
     unloaded_bytes: int,
     compiled_bytes: int | None = None,
 ) -> MemoryPlan:
@@ -86,13 +86,15 @@ def plan_memory(
     size = ELEMENT_BYTES[dtype]
     vocab = max(spec.vocab_size for spec in specs)
     inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_partitions
-    largest = max(MAX_GRAPH_ROWS, max_prefill_tokens)
+    largest = max(MAX_GRAPH_ROWS, config.max_prefill_tokens)
     activations = sum(_temporaries(specs, MAX_GRAPH_ROWS, size)) * num_partitions
-    chunks = max(_temporaries(specs, largest, size)) if largest > MAX_GRAPH_ROWS else 0
+    chunks = max(_temporaries(specs, largest, size))
+    files = (file for directory in config.adapters.values() for file in directory.glob("*.safetensors"))
+    adapters = config.lora_cache_bytes + sum(file.stat().st_size for file in files)  # as halves, or wider
     if compiled_bytes is not None:
-        activations, chunks = compiled_bytes, 0
+        activations, chunks, adapters = compiled_bytes, 0, 0
     chained = [spec for spec in specs[1:] if not spec.block_size]
-    nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, max_num_seqs)
+    nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, config.max_num_seqs)
     nodes *= num_partitions
     num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, each used by a lane and the stepping thread
     sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
@@ -101,7 +103,8 @@ def plan_memory(
         PlanLine("logits", sum(MAX_GRAPH_ROWS * spec.vocab_size * 4 for spec in specs)),
         PlanLine("inputs of captured calls", inputs),
         PlanLine("temporaries of captured calls", activations),
-        PlanLine("temporaries of larger prompt chunks", chunks),
+        PlanLine("temporaries of calls without graphs", chunks),
+        PlanLine("adapters", adapters * size // 2),
         PlanLine("scores, and top-k and top-p of some rows at once", len(models) * sampler_bytes),
         PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
         PlanLine("cuBLAS workspaces (allowance)", num_streams * WORKSPACE_BYTES),

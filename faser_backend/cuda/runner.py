@@ -7,6 +7,7 @@ the device. On a torch CPU device everything runs the same way without graphs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, cast
@@ -14,9 +15,11 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from faser_backend.core.adapter import AdapterMatrices
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import (
+    ADAPTERS,
     NO_SLOT,
     PADDED,
     TABLE,
@@ -32,11 +35,14 @@ from faser_backend.cuda.buffers import (
 from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, CallBounds, CallMenu
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.pool import CudaKvPool
-from faser_backend.cuda.segment import BlockProgram, Launch, PreparedCall, SegmentProgram
+from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
 from faser_backend.cuda.streams import SmPartition, on_share
+from faser_backend.cuda.torch_programs import TorchBlock
+from faser_backend.cuda.torch_weights import AdapterTensors
 from faser_backend.cuda.transfer import to_device, to_host, upload
 from faser_backend.manifest import ModelEngine, TensorSpec
 
+_log = logging.getLogger(__name__)
 JOIN, LAYER = 0, 1  # segments of a draft that reads its target
 
 
@@ -209,9 +215,11 @@ class CudaRunner:
         num_candidates = 0 if candidates is None else candidates.shape[1]
         shape = self.shapes.of(rows, num_candidates)
         bounds = self.bounds_of(segment, shape)
-        if self.shapes.holds(shape):
+        if any(rows.adapters):
+            bounds = bounds._replace(adapters=tuple(set(filter(None, rows.adapters))))
+        if self.shapes.holds(shape) and not bounds.adapters:
             call = self._calls[segment][bounds]
-        else:  # as a large prompt chunk
+        else:  # as a large prompt chunk; or a graph would keep adapters that have been replaced
             call = self._open_call(segment, bounds, is_kept=False)
         block_size, inputs = self.pool.kv_block_size, call.inputs
         used = inputs.block[: inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))]
@@ -221,6 +229,8 @@ class CudaRunner:
             if hidden.data_ptr() != call.hidden.data_ptr():  # equal if no row was pruned after the segment before
                 call.hidden[: rows.num_rows].copy_(hidden, non_blocking=True)
         call.launch()
+        for adapter in bounds.adapters if self._device.type == "cuda" else ():
+            adapter.memory.record_stream(torch.cuda.current_stream())  # no one else gets it before the call has run
         return call
 
     def _open_call(self, index: int, bounds: CallBounds, *, is_kept: bool) -> _Call:
@@ -234,7 +244,8 @@ class CudaRunner:
         return _Call(inputs, tensors, launch)
 
     def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
-        return filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
+        filled = filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
+        return [*filled, ADAPTERS] if bounds.adapters else filled
 
     @property
     def _decode_segments(self) -> Sequence[int]:
@@ -260,12 +271,21 @@ class CudaRunner:
         return call_tensors(self.spec, self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
 
 
+class CudaAdaptableRunner(CudaRunner):
+    """Runs a decoder of runtime torch; a core.adapter.AdaptableRunner. Calls with adapters are not captured."""
+
+    def store_adapter(self, matrices: AdapterMatrices) -> AdapterTensors:
+        """See AdaptableRunner."""
+        _log.warning("steps with LoRA adapters run without CUDA graphs")
+        return AdapterTensors(matrices, self.pool.storage.dtype, self._device)
+
+
 class CudaBlockRunner(CudaRunner):
     """Runs a block drafter."""
 
     def __init__(self, model: ModelEngine, programs: Sequence[SegmentProgram], *arguments: Any, **options: Any) -> None:
         super().__init__(model, programs, *arguments, **options)
-        self._program = cast(BlockProgram, programs[LAYER])
+        self._program = cast(TorchBlock, programs[LAYER])
         head, self.num_idle = self._program.head, model.spec.num_idle
         self.has_bias, self.token_confidences = head.bias is not None, head.token_confidences
 

@@ -29,12 +29,12 @@ from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.green_contexts import load_driver
 from faser_backend.cuda.memory_plan import plan_memory
 from faser_backend.cuda.pool import DTYPES, CudaKvPool
-from faser_backend.cuda.runner import CudaBlockRunner, CudaHeadRunner, CudaRunner
+from faser_backend.cuda.runner import CudaAdaptableRunner, CudaBlockRunner, CudaHeadRunner, CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
 from faser_backend.cuda.tensorrt_programs import TensorRtPrograms
-from faser_backend.cuda.torch_programs import TorchPrograms
+from faser_backend.cuda.torch_programs import TorchPrograms, head_product
 from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenLanes, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
@@ -114,12 +114,11 @@ class CudaRuntime:
         compiled_bytes = self._programs.activation_bytes(self._models.present)  # loads compiled engines
         plan = plan_memory(
             self._models.present,
+            config,
             dtype=self._dtype,
             kv_block_size=self.kv_block_size,
             free_bytes=self.free_bytes(),
             num_partitions=num_partitions,
-            max_num_seqs=config.max_num_seqs,
-            max_prefill_tokens=config.max_prefill_tokens,
             unloaded_bytes=0,
             compiled_bytes=compiled_bytes,
         )
@@ -146,7 +145,8 @@ class CudaRuntime:
         programs = self._programs.open(model, split, share.size)
         capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
         limits = self._programs.limits(model, split)
-        kind = CudaBlockRunner if model.spec.block_size else CudaHeadRunner if model.spec.reads_target else CudaRunner
+        decoder = CudaAdaptableRunner if isinstance(self._programs, TorchPrograms) else CudaRunner
+        kind = CudaBlockRunner if model.spec.block_size else CudaHeadRunner if model.spec.reads_target else decoder
         own = share if isinstance(share, SmPartition) else None
         return kind(model, programs, pool, self.device, limits=limits, capturer=capturer, share=own)
 
@@ -187,10 +187,7 @@ def first_products(device: torch.device, dtype: torch.dtype) -> None:
     rows, bias = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
     functional.linear(rows, rows)
     functional.linear(rows, rows, bias)
-    if dtype == torch.float32:
-        torch.mm(rows, rows)
-    elif device.type == "cuda":
-        torch.mm(rows, rows, out_dtype=torch.float32)
+    head_product(rows, rows, torch.empty(rows.shape, device=device))
 
 
 def _has_profiles(models: ModelPair, split: str) -> bool:
@@ -224,7 +221,7 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime
             "`faser doctor` tells what is missing"
         )
     device = current_device()
-    if manifest.runtime_spec.is_weights_only:
+    if manifest.runtime_spec.tensorrt is None:
         programs: ProgramSource = TorchPrograms.of_directory(engine_dir, manifest.dtype, device, manifest.target)
     else:
         programs = TensorRtPrograms(engine_dir, manifest.runtime, device, manifest.compiler)

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from faser_backend.cuda.call_shapes import CallBounds
-from faser_backend.cuda.torch_weights import HeadTensors
 from faser_backend.manifest import ModelEngine, SegmentSpec
 
 Launch = Callable[[], None]
@@ -43,14 +42,6 @@ class SegmentProgram(Protocol):
         launched before the next call is prepared. Raises ConfigError if the program cannot take the bounds.
         """
         ...
-
-
-class BlockProgram(SegmentProgram, Protocol):
-    """Segment 1 of a block drafter, see torch_programs.TorchBlock."""
-
-    head: HeadTensors
-
-    def biased(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -265,13 +265,13 @@ def bucket_limits(segments: Sequence[SegmentSpec], split: str) -> CallBounds | N
     """Returns the largest call that all segments have profiles for, by dimension; None without buckets."""
     if not all(segment.buckets for segment in segments):
         return None
-    limits = dict(zip(DIMENSIONS, UNLIMITED, strict=True))
+    limits = dict(zip(DIMENSIONS, UNLIMITED, strict=False))
     for segment in segments:
         ranges = [segment.buckets[index].ranges for index in profiles_of_split(segment.buckets, split) or ()]
         for dimension in DIMENSIONS:
             if known := [each[dimension][2] for each in ranges if dimension in each]:
                 limits[dimension] = min(limits[dimension], max(known))
-    return CallBounds._make(limits.values())
+    return CallBounds(*limits.values())
 
 
 def open_segments(

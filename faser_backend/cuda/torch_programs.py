@@ -13,13 +13,14 @@ blocks. On CPU tensors the kernels' references run, so all of this is tested wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from faser_backend.cuda.buffers import FEATURES
+from faser_backend.core.adapter import module_shapes
+from faser_backend.cuda.buffers import ADAPTERS, FEATURES
 from faser_backend.cuda.call_shapes import PROMPT_ROWS, CallBounds
 from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
@@ -134,11 +135,27 @@ class SegmentCall:
         if wanted_rows is not None:
             attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
         found = product(attended, weights.attention_out, weights.attention_out_bias)
+        self._adapt(layer, ["attention_out"], attended, found, wanted_rows)
         hidden, normed = self.norm(hidden, found, weights.mlp_norm)
         gate_up = product(normed, weights.gate_up, weights.gate_up_bias)
+        self._adapt(layer, ["gate", "up"], normed, gate_up, wanted_rows)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         gated_silu(gate_up, gated)
-        return hidden, product(gated, weights.down, weights.down_bias)
+        found = product(gated, weights.down, weights.down_bias)
+        self._adapt(layer, ["down"], gated, found, wanted_rows)
+        return hidden, found
+
+    def _adapt(
+        self, layer: int, names: Iterable[str], rows: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor | None
+    ) -> None:
+        """Adds the adapters of rows, all or those in `wanted`, to found, their products with matrices side by side."""
+        for index, adapter in enumerate(self.bounds.adapters):
+            has_it = self.tensors[ADAPTERS.name][:, None] == index
+            has_it = has_it if wanted is None else has_it.index_select(0, wanted)
+            parts = found.split([module_shapes(self.model)[name][1] for name in names], dim=1)
+            for name, part in zip(names, parts, strict=True):
+                if pair := adapter.pairs.get((layer, name)):
+                    part.addmm_(torch.where(has_it, rows @ pair[0], 0.0), pair[1])
 
     def _qkv(self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, Rotated]:
         """Returns the layer's input, hidden + found, and its rotated queries, keys and values."""
@@ -158,6 +175,7 @@ class SegmentCall:
         weights, num_outputs = self.weights.layers[layer], (num_heads + 2 * num_kv) * self.model.head_dim
         bias = None if weights.qkv_bias is None else weights.qkv_bias[-num_outputs:]
         qkv = product(normed, weights.qkv[-num_outputs:], bias)
+        self._adapt(layer, "qkv", normed, qkv, None)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
         rotate_heads(
@@ -346,7 +364,7 @@ class TorchContext(_DraftSegment):
 
 
 class TorchBlock(_DraftSegment):
-    """Segment 1 of a block drafter, a BlockProgram."""
+    """Segment 1 of a block drafter."""
 
     def biased(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Returns logits [n, V] with the bias of the tokens before, previous [n]."""

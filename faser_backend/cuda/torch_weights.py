@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
+from faser_backend.core.adapter import AdapterMatrices
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import rotary_tables
 from faser_backend.cuda.pool import DTYPES
@@ -65,6 +66,16 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
     weights = ModelTensors(embedding, layers, reader.norm("norm"), head, cos, sin)
     reader.check_all_read()
     return weights
+
+
+class AdapterTensors:
+    """An adapter on a device. pairs: its matrices as in AdapterMatrices, in the engine's dtype, views of `memory`."""
+
+    def __init__(self, matrices: AdapterMatrices, dtype: torch.dtype, device: torch.device) -> None:
+        parts = [torch.from_numpy(part) for pair in matrices.values() for part in pair]
+        self.memory = torch.cat([part.flatten() for part in parts]).to(device, dtype)
+        views = iter(self.memory.split([part.numel() for part in parts]))
+        self.pairs = {key: [next(views).view(part.shape) for part in pair] for key, pair in matrices.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -21,12 +21,6 @@ def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
 
 
-def copy_to_device(array: np.ndarray, target: torch.Tensor) -> None:
-    """Copies the array into a tensor of its shape, as to_device does."""
-    host = torch.from_numpy(array)
-    target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-
-
 def upload(block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
     """Lets `fill` write block.numel() bytes of host memory, and queues their copy to block (uint8, 1-D)."""
     area = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=block.is_cuda)

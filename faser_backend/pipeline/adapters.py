@@ -20,7 +20,7 @@ from faser_backend.core.errors import ConfigError, RequestError
 from faser_backend.core.ports import ModelRunner
 from faser_backend.core.request import Request
 
-NO_RUNTIME = "this engine's runtime computes no adapters; use runtime llvm"
+NO_RUNTIME = "this engine's runtime computes no adapters; use runtime llvm or torch"
 
 
 @dataclass(slots=True, eq=False)

@@ -77,11 +77,6 @@ def read_admin_key(file: Path) -> str:
     return key
 
 
-def random_key() -> str:
-    """Returns a random key, which keeps the administration closed."""
-    return secrets.token_urlsafe(32)
-
-
 def restriction_options(key: str, also: tuple[str, ...] = ()) -> list[str]:
     """Returns options of tritonserver. also: entries of ALSO_RESTRICTABLE; raises ConfigError for any other."""
     for name in also:
@@ -202,7 +197,7 @@ class ServeOptions(OptionTable):
     @cached_property
     def admin_key(self) -> str:
         """The key in --admin-key-file, else a random, secret one. Raises ConfigError."""
-        return random_key() if self.admin_key_file is None else read_admin_key(self.admin_key_file)
+        return secrets.token_urlsafe(32) if self.admin_key_file is None else read_admin_key(self.admin_key_file)
 
     @property
     def restricted(self) -> tuple[str, ...]:

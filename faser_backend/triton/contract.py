@@ -411,11 +411,6 @@ def _holds_at_most(*neutral: float) -> Callable[[np.ndarray], bool]:
     return lambda array: all(value in neutral for value in array.reshape(-1).tolist())
 
 
-def _is_one_token(array: np.ndarray) -> bool:
-    """Is true for at most one token: preprocessing returns one padding token as the decoder's input."""
-    return array.size <= 1 or (array.ndim > 1 and array.shape[-1] <= 1)
-
-
 def _is_empty(array: np.ndarray) -> bool:
     return array.size == 0
 
@@ -440,7 +435,8 @@ UNSUPPORTED = {
         (_PROMPT_TABLE, _is_blank, "PROMPT_TABLE_EXTRA_ID"),
         (_ENCODER, _is_blank, "decoder_text_input encoder_output_lengths cross_attention_mask skip_cross_attn_blocks"),
         (_ENCODER, _is_blank, "DECODER_QUERY"),
-        (_ENCODER, _is_one_token, "decoder_input_ids"),
+        # Preprocessing returns one padding token as the decoder's input.
+        (_ENCODER, lambda ids: ids.size <= 1 or (ids.ndim > 1 and ids.shape[-1] <= 1), "decoder_input_ids"),
         (_ENCODER, _holds_at_most(0, 1), "decoder_input_lengths"),
         (_ENCODER, _is_empty, "encoder_input_ids encoder_input_features"),
         (_IMAGES, _is_empty, "image_input image_bytes_input video_bytes_input IMAGE_BYTES VIDEO_BYTES"),

@@ -262,7 +262,8 @@ class EngineModel(ServingModel):
                     options,
                     EngineConfig.from_parameters(parameters),
                     self._reporter,
-                    on_stopped=_end_soon,
+                    # A live process without an engine would look healthy to its supervisor.
+                    on_stopped=lambda: threading.Timer(ANSWER_S, os._exit, (1,)).start(),
                     beat=self._beats[0].beat,
                 )
                 log.info("starting the text models")
@@ -397,11 +398,6 @@ class PostprocessingModel(_Converter):
 def launch_folder(args: dict[str, str]) -> Path:
     """Returns the folder above the model repository, which `faser serve` has made for its server."""
     return Path(args["model_repository"]).parents[1]
-
-
-def _end_soon() -> None:
-    # A live process without an engine would look healthy to its supervisor.
-    threading.Timer(ANSWER_S, os._exit, (1,)).start()
 
 
 def _engines_policy(config: dict[str, Any]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Rows with LoRA adapters on runtime `llvm`: equal to a merged model, and to decoding alone in any company."""
+"""Rows with LoRA adapters, on both runtimes: equal to a merged model, and to decoding alone in any company."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +14,10 @@ from faser_backend.core.errors import RequestError
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cpu import weights
-from faser_backend.cpu.kernels import adapters
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.lora import read_adapter
 from faser_backend.manifest import EngineManifest
+from faser_backend.pipeline import verify
 from faser_backend.pipeline.adapters import Adapters
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.block_manager import BlockManager
@@ -26,7 +26,9 @@ from tests.cpu.test_runner import NUM_BLOCKS, build, open_runner
 from tests.support.adapters import ATTENTION, as_tensors, merged, write_adapter
 from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all, write_checkpoint, write_draft
+from tests.support.torch_engines import open_torch_runner
 
+Alone = tuple[str, dict[int, dict[str, list[int]]]]
 WIDTHS = {"hidden_size": 72, "intermediate_size": 104}
 ADAPTERS = {
     "every": {"rank": 5, "lora_alpha": 10.0},
@@ -48,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build(source, root / "engine", exit_layers=(1,))
     build(source, root / "int8", weights="int8")
     draft = write_draft(source, root / "draft", noise=0.02)
-    build_engines(source, draft, root / "pair", weights="fp32", kv_block_size=4, runtime="llvm")
+    for runtime in ("llvm", "torch"):
+        build_engines(source, draft, root / runtime, weights="fp32", exit_layers=(1,), kv_block_size=4, runtime=runtime)
     for seed, (name, options) in enumerate(ADAPTERS.items()):
         write_adapter(source, root / name, seed=seed, **options)
     return root
@@ -56,7 +59,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits_of(folder: Path, engine: str, names: list[str], chunk: int, num_threads: int = 2) -> np.ndarray:
     """Returns [N, 40, vocab_size] of one text under these adapters ("": none), read in chunks of one batch."""
-    runner = open_runner(folder / engine, num_threads)
+    if engine == "torch":
+        runner = open_torch_runner(EngineManifest.load(folder / engine).target, folder / engine, NUM_BLOCKS, 4)
+    else:
+        runner = open_runner(folder / engine, num_threads)
     stored = {name: runner.store_adapter(read_adapter(folder / name, runner.spec, 64)) for name in set(names) - {""}}
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40)
     tables = np.random.default_rng(9).permutation(NUM_BLOCKS)[: 10 * len(names)].reshape(len(names), 10)
@@ -70,8 +76,9 @@ def logits_of(folder: Path, engine: str, names: list[str], chunk: int, num_threa
     return np.concatenate(parts, axis=1)
 
 
-def test_logits_are_those_of_a_merged_model(folder: Path) -> None:
-    found = logits_of(folder, "engine", list(ADAPTERS), 40)
+@pytest.mark.parametrize("engine", ["engine", "torch"])
+def test_logits_are_those_of_a_merged_model(folder: Path, engine: str) -> None:
+    found = logits_of(folder, engine, list(ADAPTERS), 40)
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40)
     for logits, name in zip(found, ADAPTERS, strict=True):
         wanted = reference_logits(merged(folder / "source", folder / name), tokens)
@@ -102,21 +109,21 @@ def random_requests(seed: int) -> list[Request]:
     return found
 
 
-def open_engine(folder: Path, policy: str, **options: object) -> Engine:
+def open_engine(folder: Path, runtime: str, policy: str, **options: object) -> Engine:
     lora = [f"{name}={folder / name}" for name in ADAPTERS]
-    return build_engine(folder / "pair", EngineConfig.from_options(policy=policy, lora=lora, num_threads=2, **options))
+    return build_engine(folder / runtime, EngineConfig.from_options(policy=policy, lora=lora, num_threads=2, **options))
 
 
-@pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[int, dict[str, list[int]]]:
-    """Returns the tokens of each request, decoded plainly and by itself."""
-    engine, found = open_engine(folder, "none", enable_prefix_reuse=False), {}
+@pytest.fixture(scope="module", params=["llvm", "torch"])
+def alone(folder: Path, request: pytest.FixtureRequest) -> Alone:
+    """Returns a runtime, and the tokens of each request on it, decoded plainly and by itself."""
+    engine, found = open_engine(folder, request.param, "none", enable_prefix_reuse=False), {}
     with pytest.raises(RequestError, match=r"lora_name = 'other': must be a loaded adapter: every, wide, attention"):
-        engine.submit(request("x", [1], lora_name="other"))
+        engine.submit(Request("x", np.array([1]), 1, lora_name="other"))
     for seed in range(3):
         found[seed] = {one.request_id: drive(engine, [one]).tokens[one.request_id] for one in random_requests(seed)}
     engine.close()
-    return found
+    return request.param, found
 
 
 def sent(requests: list[Request], spec: ModelSpec, folder: Path) -> list[Request]:
@@ -131,11 +138,11 @@ def sent(requests: list[Request], spec: ModelSpec, folder: Path) -> list[Request
     return found
 
 
-def test_sent_adapters_give_the_tokens_of_loaded_ones(folder: Path, alone: dict[int, dict[str, list[int]]]) -> None:
+def test_sent_adapters_give_the_tokens_of_loaded_ones(folder: Path, alone: Alone) -> None:
     options = {"num_kv_blocks": 32, "max_num_seqs": 6, "max_prefill_tokens": 9, "num_threads": 2}
-    engine = build_engine(folder / "pair", EngineConfig.from_options(policy="fixed:3", **options))
-    spec = EngineManifest.load(folder / "pair").target.spec
-    for seed, expected in alone.items():
+    engine = build_engine(folder / alone[0], EngineConfig.from_options(policy="fixed:3", **options))
+    spec = EngineManifest.load(folder / "llvm").target.spec
+    for seed, expected in alone[1].items():
         assert drive(engine, sent(random_requests(seed), spec, folder), seed=seed).tokens == expected
     assert engine.metrics().num_reused_blocks and engine.adapters.num_sent_bytes
     tensors = as_tensors(read_adapter(folder / "every", spec, 64))
@@ -160,7 +167,7 @@ def test_sent_adapters_give_the_tokens_of_loaded_ones(folder: Path, alone: dict[
 
 
 def test_a_joined_module_is_its_parts(folder: Path) -> None:
-    spec, rng = EngineManifest.load(folder / "pair").target.spec, np.random.default_rng(0)
+    spec, rng = EngineManifest.load(folder / "llvm").target.spec, np.random.default_rng(0)
     shapes = module_shapes(spec)
     a, b = rng.standard_normal((2, 72)), rng.standard_normal((sum(shapes[name][1] for name in "qkv"), 2))
     row = np.concatenate([a.reshape(-1), b.reshape(-1)]).astype(np.float16)
@@ -172,7 +179,7 @@ def test_a_joined_module_is_its_parts(folder: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_memory_of_sent_adapters_is_bounded_and_what_is_in_use_stays(folder: Path, seed: int) -> None:
-    spec, rng = EngineManifest.load(folder / "pair").target.spec, np.random.default_rng(seed)
+    spec, rng = EngineManifest.load(folder / "llvm").target.spec, np.random.default_rng(seed)
     matrices = [read_adapter(folder / name, spec, 64) for name in ADAPTERS]
     most = max(sum(part.nbytes for pair in each.values() for part in pair) for each in matrices)
     target: Any = SimpleNamespace(spec=spec, store_adapter=lambda matrices: object())
@@ -200,20 +207,21 @@ def test_the_memory_of_sent_adapters_is_bounded_and_what_is_in_use_stays(folder:
 
 @pytest.mark.parametrize("fault", ["", "prefixes shared by adapters", "adapters swapped"])
 def test_tokens_are_those_of_decoding_alone(
-    folder: Path, alone: dict[int, dict[str, list[int]]], fault: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, alone: Alone, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes the requests of each seed together, with drafts, in a small pool, prompts in chunks."""
-    match, runs = BlockManager.match, adapters.adapter_runs
+    match, verify_rows = BlockManager.match, verify.verify_rows
     if fault == "adapters swapped":
-        monkeypatch.setattr(adapters, "adapter_runs", lambda of_rows: runs(of_rows[::-1]))
+        swapped = lambda *given: replace(rows := verify_rows(*given), adapters=rows.adapters[::-1])  # noqa: E731
+        monkeypatch.setattr(verify, "verify_rows", swapped)
     elif fault:
         monkeypatch.setattr(BlockManager, "match", lambda self, tokens, size, root: match(self, tokens, size))
     found, totals = {}, np.zeros(3, np.int64)
     options = {"num_kv_blocks": 32, "max_num_seqs": 6, "max_prefill_tokens": 9}
-    for seed in alone:
-        engine = open_engine(folder, "fixed:3", pipeline=("serial", "auto")[seed % 2], **options)
+    for seed in alone[1]:
+        engine = open_engine(folder, alone[0], "fixed:3", pipeline=("serial", "auto")[seed % 2], **options)
         found[seed] = drive(engine, random_requests(seed), seed=seed).tokens
         metrics = engine.metrics()
         totals += metrics.num_accepted, metrics.num_preemptions, metrics.num_reused_blocks
         engine.close()
-    assert (found == alone) == (not fault) and totals.all(), totals
+    assert (found == alone[1]) == (not fault) and totals.all(), totals

@@ -20,6 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.shapes import PAIRS, layer_weights
 from faser_backend.manifest import EngineManifest, FileSpec, ModelEngine, SegmentSpec
+from faser_backend.serving.compose import build_engine
 from tests.cuda.test_torch_eagle3 import Runners
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
 from tests.support.fake_cuda import FakeDriver
@@ -48,12 +49,10 @@ def pair_of(name: str, *, max_context: int = 8192, halved: bool = False) -> list
     return [engine_of(target, "target"), engine_of(replace(pair.draft, max_context=max_context), "draft")]
 
 
-def planned(models: list[ModelEngine], *, num_partitions: int = 2, free_bytes: int = H100, **options) -> MemoryPlan:
-    known = {"dtype": "bf16", "kv_block_size": 16, "max_num_seqs": 32, "max_prefill_tokens": 1024}
-    num_bytes = sum(model.num_weight_bytes for model in models)
-    return plan_memory(
-        models, free_bytes=free_bytes, num_partitions=num_partitions, unloaded_bytes=num_bytes, **{**known, **options}
-    )
+def planned(models: list[ModelEngine], *, max_prefill_tokens: int = 1024, **options) -> MemoryPlan:
+    config = EngineConfig(max_num_seqs=32, max_prefill_tokens=max_prefill_tokens)
+    known = {"dtype": "bf16", "kv_block_size": 16, "free_bytes": H100, "num_partitions": 2, **options}
+    return plan_memory(models, config, unloaded_bytes=sum(model.num_weight_bytes for model in models), **known)
 
 
 def captured_bytes(runner: CudaRunner) -> int:
@@ -90,6 +89,7 @@ def test_what_lines_depend_on() -> None:
     assert long.lines[2].num_bytes == pytest.approx(5 * plan.lines[2].num_bytes, rel=0.1), "tables are full-width"
     assert planned(models, max_prefill_tokens=8192).reserved_bytes > plan.reserved_bytes
     assert planned(models, free_bytes=10 * GIB).kv_bytes == 0
+    assert plan.lines[5] == PlanLine("adapters", EngineConfig().lora_cache_bytes)
     assert plan.lines[1] == PlanLine("logits", 2 * MAX_GRAPH_ROWS * 151_936 * 4)
 
 
@@ -106,6 +106,10 @@ def test_compiled_engines_say_what_they_compute_in(tmp_path: Path, monkeypatch: 
     for num_partitions in (1, 3):
         plan = planned(models.present, compiled_bytes=num_bytes, num_partitions=num_partitions, dtype="fp32")
         assert [line.num_bytes for line in plan.lines if "temporaries" in line.what] == [num_bytes, 0]
+    engine = build_engine(directory, EngineConfig(policy="none"))
+    with pytest.raises(ConfigError, match="computes no adapters; use runtime llvm or torch"):
+        engine.adapters.load("red", {})
+    engine.close()
 
 
 def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: Path) -> None:

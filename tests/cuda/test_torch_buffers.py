@@ -76,7 +76,7 @@ def test_padding_belongs_to_nobody_and_writes_nowhere(seed: int) -> None:
     num_rows, num_sequences = rows.num_rows, rows.num_sequences
     candidates = rng.integers(0, 97, (num_rows, 3))
     exact = exact_bounds(rows, BLOCK_SIZE, 3)
-    bounds = CallBounds._make(bound + extra for bound, extra in zip(exact, (5, 3, 2, 4, 6, 0), strict=True))
+    bounds = CallBounds(*map(sum, zip(exact, (5, 3, 2, 4, 6, 0), strict=False)))
     inputs, narrow = filled(rows, bounds, candidates), filled(rows, exact, candidates)
     for name, values in inputs.items():
         assert values.shape == input_shape(name, bounds)

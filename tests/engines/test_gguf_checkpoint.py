@@ -25,11 +25,6 @@ K_QUANTISED = {"hidden_size": 256, "intermediate_size": 256, "num_attention_head
 LLAMA_31 = {**LLAMA3_ROPE, "rope_theta": 5e5, "original_max_position_embeddings": 8192}
 
 
-def sizes_for(kind: str) -> dict[str, int]:
-    """Returns a model's sizes whose rows are whole blocks of the type."""
-    return K_QUANTISED if gguf.GGML_QUANT_SIZES[Type[kind]][0] > 32 else QUANTISED
-
-
 def linear(writer: gguf.GGUFWriter) -> None:
     writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
     writer.add_rope_scaling_factor(4.0)
@@ -74,7 +69,7 @@ def test_logits_equal_those_of_transformers(name: str, tmp_path: Path):
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_logits_equal_those_of_the_dequantised_weights(kind: str, tmp_path: Path):
-    sizes = sizes_for(kind)
+    sizes = K_QUANTISED if gguf.GGML_QUANT_SIZES[Type[kind]][0] > 32 else QUANTISED  # rows are whole blocks
     model = random_model("linear_rope", **sizes, num_hidden_layers=2)
     model = write_gguf(model, tmp_path / "model.gguf", kind=Type[kind], edit=linear)
     assert error_of(tmp_path / "model.gguf", model, tmp_path / "engine") <= MAX_ERROR

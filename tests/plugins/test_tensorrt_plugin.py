@@ -90,10 +90,6 @@ def implemented(fake: FakeTensorRt, op: str, tensors: list[TensorDesc], outputs:
     return fake.functions[f"{NAMESPACE}::{op}"]["implement"](*tensors, *attributes, outputs, 0)
 
 
-def attention_tensors() -> list[TensorDesc]:
-    return [TensorDesc(shape, DataType[dtype]) for shape, dtype in zip(SHAPES, FLOATS + INTS, strict=True)]
-
-
 def launch_at(launched: tuple) -> tuple[tuple[int, ...], list[int]]:
     params, numbers = launched[2:]
     grid = (params.grid_x, params.grid_y, params.grid_z)
@@ -111,7 +107,7 @@ def check_passed(compiled: Compiled, tensors: list[TensorDesc], launched: tuple,
 
 
 def test_both_halves_are_baked_in(registered: FakeTensorRt) -> None:
-    tensors = attention_tensors()
+    tensors = [TensorDesc(shape, DataType[dtype]) for shape, dtype in zip(SHAPES, FLOATS + INTS, strict=True)]
     outputs = described(registered, "AttendSplits", tensors)
     assert [output.shape_at(SIZES) for output in outputs[:2]] == [[532, 8, 64], [532, 8, 2]]
     assert [output.source for output in outputs] == [None, None, tensors[3], tensors[4]]

@@ -9,7 +9,7 @@ from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.graphs import GraphCapturer
 from faser_backend.cuda.pool import CudaKvPool
-from faser_backend.cuda.runner import CudaRunner
+from faser_backend.cuda.runner import CudaAdaptableRunner
 from faser_backend.cuda.torch_programs import TorchSegment
 from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.engines.families import read_spec
@@ -47,11 +47,11 @@ def open_torch_runner(
     pool: CudaKvPool | None = None,
     limits: CallBounds | None = None,
     capturer: GraphCapturer | None = None,
-) -> CudaRunner:
+) -> CudaAdaptableRunner:
     """Opens a runner. capturer: by default one on a GPU and none on a CPU."""
     weights = load_weights(directory / model.segments[0].file.name, model.spec, dtype, device)
     programs = [TorchSegment(model.spec, segment, weights, NUM_SMS) for segment in model.segments]
     pool = pool or CudaKvPool(model.spec, num_blocks, block_size, dtype=dtype, device=device)
     if capturer is None and device.type == "cuda":
         capturer = GraphCapturer(GraphCounts())
-    return CudaRunner(model, programs, pool, device, limits=limits, capturer=capturer)
+    return CudaAdaptableRunner(model, programs, pool, device, limits=limits, capturer=capturer)

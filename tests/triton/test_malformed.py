@@ -109,10 +109,6 @@ def test_a_tokenizer_without_a_vocabulary(content: dict, words: Words, checkpoin
     refuses(checkpoint, words)
 
 
-def set_value(name: str, index: tuple[int, ...], value: float) -> Callable[[dict], object]:
-    return lambda tensors: tensors[name].__setitem__(index, value)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -121,7 +117,7 @@ def set_value(name: str, index: tuple[int, ...], value: float) -> Callable[[dict
         (lambda t: t.update({UP: t[UP].to(torch.float64)}), [UP, "F64", "BF16"]),
         (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), [UP, "F8_E4M3"]),
         (lambda t: t.update({"model.layers.0.self_attn.q_norm.weight": torch.ones(8)}), ["q_norm", "no part"]),
-        (set_value(UP, (47, 31), float("nan")), [WEIGHTS, f"{UP}[47, 31]", "nan"]),
+        (lambda tensors: tensors[UP].__setitem__((47, 31), float("nan")), [WEIGHTS, f"{UP}[47, 31]", "nan"]),
         (lambda t: t.update({UP: t[UP].to(torch.bfloat16).fill_(float("nan"))}), [f"{UP}[0, 0]", "nan"]),
         (lambda t: t.update({UP: t[UP].to(torch.float16).fill_(float("inf"))}), [f"{UP}[0, 0]", "inf"]),
     ],
