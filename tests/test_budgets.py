@@ -64,7 +64,7 @@ def module_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     return {
         module: {
             next(filter(sources.__contains__, (name, name.rpartition(".")[0])), module)
-            for name in imports_of(ast.parse(source), module)
+            for name in imports_of(nodes_of(source)[0], module)
         }
         - {module}
         for module, source in sources.items()
@@ -87,7 +87,7 @@ def repeated_classes(sources: dict[str, str]) -> list[str]:
     names = Counter(
         node.name
         for source in sources.values()
-        for node in ast.parse(source).body
+        for node in nodes_of(source)[0].body
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     return sorted(name for name, count in names.items() if count > 1)
