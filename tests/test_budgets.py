@@ -64,7 +64,7 @@ def module_graph(sources: dict[str, str]) -> dict[str, set[str]]:
     return {
         module: {
             next(filter(sources.__contains__, (name, name.rpartition(".")[0])), module)
-            for name in imports_of(nodes_of(source)[0], module)
+            for name in imports_of(ast.parse(source), module)
         }
         - {module}
         for module, source in sources.items()
