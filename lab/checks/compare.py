@@ -51,7 +51,7 @@ COLUMNS = (
     Column("other answers", "num_different"),
 )  # fmt: skip
 SHADES = {"light": "default", "dark": "dark_background"}  # styles of matplotlib
-COLOURS = ("#c8344b", "#e8788a", "#1f5591", "#6ba3d6", "#2a9d8f", "#8fd0c6", "#8e6bbd", "#c3aee0", "#b08900", "#e0c46c")
+COLOURS = "#c8344b #e8788a #1f5591 #6ba3d6 #2a9d8f #8fd0c6 #8e6bbd #c3aee0 #b08900 #e0c46c #888888".split()
 
 Row = dict[str, Any]
 Field = Callable[[Sequence[str], list[Job], int], Iterable[tuple[str, Served]]]  # answers jobs of n clients, in order
@@ -165,7 +165,7 @@ def draw(rows: Sequence[Row], stem: Path, *, joins_places: bool = False) -> list
                 positions = [clients.index(count) + (index - (len(bars) - 1) / 2) * width for count in heights]
                 colour = COLOURS[index % len(COLOURS)]
                 drawn = axes.bar(positions, list(heights.values()), width * 0.94, color=colour, label=name)
-                axes.bar_label(drawn, fmt="%.0f", fontsize=7, padding=1)
+                axes.bar_label(drawn, fmt="%.0f", fontsize=6, padding=1)
             axes.set_xticks(range(len(clients)), [f"{count} client{'s' * (count > 1)}" for count in clients])
             axes.set_ylabel("output tokens/s")
             axes.grid(axis="y", alpha=0.25)
