@@ -51,7 +51,7 @@ COLUMNS = (
     Column("other answers", "num_different"),
 )  # fmt: skip
 SHADES = {"light": "default", "dark": "dark_background"}  # styles of matplotlib
-COLOURS = "#c8344b #e8788a #1f5591 #6ba3d6 #2a9d8f #8fd0c6 #8e6bbd #c3aee0 #b08900 #e0c46c #888888".split()
+COLOURS = ("#c8344b", "#e8788a", "#1f5591", "#6ba3d6", "#2a9d8f", "#8fd0c6", "#96b", "#c3aee0", "#b80", "#ec6", "#888")
 
 Row = dict[str, Any]
 Field = Callable[[Sequence[str], list[Job], int], Iterable[tuple[str, Served]]]  # answers jobs of n clients, in order
