@@ -1,5 +1,6 @@
 """`faser chat`: a conversation from a pipe and from a terminal."""
 
+import contextlib
 import io
 import os
 import pty
@@ -105,12 +106,13 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(engine_dir: Path):
 
     try:
         read_until(b"> ")
-        os.write(main, b"x\n")
-        read_until(b"\x1b[32m")  # accepted tokens of the answer
+        os.write(main, b"x\n/reset\n" * 5 + b"/quit\n")  # an answer takes 0.2 s, this process may be halted longer
+        read_until(b"\x1b[32m")  # accepted tokens of an answer
         child.send_signal(signal.SIGINT)
         read_until(b"interrupted")
-        read_until(b"> ")
-        os.write(main, b"/quit\n")
+        read_until(b"a new conversation")
+        with contextlib.suppress(OSError):  # the terminal ends with the child
+            read_until(b"nothing prints this")
         assert child.wait(30) == 0
     finally:
         child.kill()
