@@ -1,7 +1,5 @@
 """EAGLE-3 checkpoints: accepted ones, and one error naming file, field and value for all others."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
