@@ -36,8 +36,8 @@ MIN_INTERVAL, MAX_INTERVAL = 4, 64
 LEARN_EVERY, EXPLORED_LEARN_EVERY, LEARN_SPAN_US = 8, 4, 40_000.0
 PROBE_TOKENS, PROBE_TESTS = 4, 16  # that a step drafts, one per request at least, until so many were tested
 MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while drafting
-# Share of the batch that joins or leaves before the mode is chosen again at once. A plain step does not depend on what
-# was weighed: in a burst, when the batch changes at every step, weighing must not delay the requests that wait.
+# The mode is chosen again at once if more than this share of the batch, and of a drafting one more than one request,
+# joins or leaves. In a burst, when the batch changes at every step, weighing must not delay the requests that wait.
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
 LEFT_SHARE = 0.5  # expected share of the tokens that requests may still emit, because answers end early
@@ -116,7 +116,7 @@ class ThroughputPolicy:
         self._learn_every = max(min(self._interval // 2, usual), 1)
         if now.mode is None:
             self._yield.fade()
-        self._most_change = size * (PLAIN_CHANGE if now.mode is None else DRAFTING_CHANGE)
+        self._most_change = size * PLAIN_CHANGE if now.mode is None else max(size * DRAFTING_CHANGE, 1.0)
         self.chosen = now
         self._price = self._speed(now)
         if has_changed:

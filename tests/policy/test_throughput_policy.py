@@ -119,14 +119,14 @@ def test_a_row_is_never_priced_below_nothing(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_easy_requests_draft_more_than_hard_ones(monkeypatch: pytest.MonkeyPatch):
-    """In a batch of both, when neither is reported."""
+    """In a batch of both, when neither is reported, where a step trims."""
     drafted: dict[bool, list[int]] = {True: [], False: []}
     runs = (steps_of(WORLDS["mixed 0.9/0.6, 8"], "faser", monkeypatch, seed=seed) for seed in range(4))
     for record in itertools.chain.from_iterable(runs):
         for sequence, length in zip(record.plan.decodes, record.frontier.num_drafted.tolist(), strict=True):
-            if sequence.num_output_tokens > 60:
+            if sequence.num_output_tokens > 60 and record.plan.decision.trim is not None:
                 drafted[int(sequence.request.request_id) % 2 == 0].append(length)
-    assert np.mean(drafted[True]) > np.mean(drafted[False]) + 0.05
+    assert np.mean(drafted[True]) > np.mean(drafted[False]) + 0.5
 
 
 def sequences(count: int, prompt: int = 3, max_tokens: int = 20) -> list[Sequence]:
