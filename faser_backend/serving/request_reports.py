@@ -89,6 +89,7 @@ Listener = Callable[[RequestLife], None]  # called once per request on a fronten
 
 # -- logs -------------------------------------------------------------------------------------------------------------
 TEXT = "%(levelname)s %(name)s: %(message)s"
+JSON_START = b'{"time": "'
 FIELD = "fields"  # the attribute of a record that holds further values by name
 _requests = logging.getLogger("faser.requests")
 _requests.setLevel(logging.INFO)  # in every process

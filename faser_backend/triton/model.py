@@ -282,8 +282,9 @@ class EngineModel(ServingModel):
         )
         self._server = LinkServer(self._host.loop, handshake, socket_path(os.getppid()))
         threading.Thread(target=drain_when_asked, args=(folder, self._drain), name="drain", daemon=True).start()
-        self._is_finalizing, self._retiring, self._is_retired = threading.Event(), threading.Lock(), False
-        threading.Thread(target=self._retire_when_replaced, name="retire", daemon=True).start()
+        self._is_finalizing, self._is_retired = threading.Event(), False
+        self._retirement = threading.Thread(target=self._retire, name="retire", daemon=True)
+        self._retirement.start()
 
     def execute(self, requests: list[Any]) -> None:
         self._serve(requests)
@@ -291,34 +292,27 @@ class EngineModel(ServingModel):
     def finalize(self) -> None:
         # Triton unloads a decoupled model without waiting for its answers, and the engine before its frontends end.
         self._is_finalizing.set()
-        self._retire()
-
-    def _retire_when_replaced(self) -> None:
-        # Not in `finalize` alone: a client's open stream delays that call, and both engines would stay in memory.
-        while not self._is_finalizing.wait(FOLLOW_POLL_S):
-            if self._server.is_superseded:
-                _log.info("a new engine replaces this one, which closes after its last answers")
-                self._is_finalizing.wait(RETIRE_S)
-                self._retire()
-                return
+        self._retirement.join()
 
     def _retire(self) -> None:
-        """Answers the requests in progress, then frees the engine."""
-        with self._retiring:
-            if self._is_retired:
-                return
-            if self._server.is_superseded:
-                self._server.wait_for_disconnects(MOVE_S)
-            self._drain()
-            self._server.close()
-            self._frontend.close()
-            self._host.close()
-            for beat in self._beats:
-                beat.close()
-            self._reporter.close()
-            self._close_tracing()
-            self._is_retired = True
-            del self._host
+        """Answers the requests in progress once Triton or a new engine ends this one, then frees the engine."""
+        # Not in `finalize`: a client's open stream delays that call, and both engines would stay in memory.
+        while not self._server.is_superseded and not self._is_finalizing.wait(FOLLOW_POLL_S):
+            pass
+        if self._server.is_superseded:
+            _log.info("a new engine replaces this one, which closes after its last answers")
+            self._is_finalizing.wait(RETIRE_S)
+            self._server.wait_for_disconnects(MOVE_S)
+        self._drain()
+        self._server.close()
+        self._frontend.close()
+        self._host.close()
+        for beat in self._beats:
+            beat.close()
+        self._reporter.close()
+        self._close_tracing()
+        self._is_retired = True
+        del self._host
 
     def _drain(self) -> None:
         if not self._is_retired:

@@ -30,7 +30,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.places import GPU_DEVICE, MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
 from faser_backend.serving.parameters import ServeOptions, check_host, grpc_tls_options, restriction_options
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
-from faser_backend.serving.request_reports import forward_options
+from faser_backend.serving.request_reports import JSON_START, forward_options
 from faser_backend.triton.admin import AdminError, Administration, fetch
 from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
 from faser_backend.triton.model_configs import known_keys, launch_text
@@ -246,7 +246,7 @@ class TritonServer:
     def _read_log(self) -> None:
         assert self.process.stdout is not None
         with self.log_file.open("wb", buffering=0) as log:
-            for line in self.process.stdout:
+            for line in map(with_own_lines, self.process.stdout):
                 # Keep reading after errors: a server blocks when the pipe of its log is full.
                 with contextlib.suppress(OSError):
                     log.write(line)
@@ -260,6 +260,11 @@ class TritonServer:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+def with_own_lines(line: bytes) -> bytes:
+    """Returns a line of the log with a model's JSON on its own line. Triton writes a line and its end separately."""
+    return line.replace(JSON_START, b"\n" + JSON_START).removeprefix(b"\n")
 
 
 def write_launch_copy(repository: Path, target: Path, parameters: Mapping[str, str], *, is_decoupled: bool) -> None:

@@ -1,8 +1,8 @@
 """`scripts/soak.py --minutes N`: mixed traffic over gRPC and HTTP, with clients that leave, err and overflow the queue.
 
 A quiet server first answers every job alone; each later answer must equal that, or its beginning if the client or a
-stop request ended it early. Traffic pauses now and then to count resources still held. Exits with 1 and a line per
-broken promise.
+stop request ended it early. Traffic pauses now and then to count resources still held, and goes on after its time
+until everything has happened once. Exits with 1 and a line per broken promise.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ SERVE_OPTIONS = (
 )
 NUM_BURST = 28  # simultaneous requests: more than run and wait
 HALF_OPEN_S = 0.5
+MAX_EXTRA_S = 60.0  # on a busy machine, until everything has happened once
 QUIET_S = 60.0  # within which requests of clients that left must end
 WARM_UP = 0.25  # share of samples ignored by slopes: buffers and pools still grow
 MAX_GROWTH = Usage(threads=8, handles=16, resident_mib=48.0)  # of a process, after the warm-up
@@ -64,6 +65,7 @@ JOBS: tuple[dict[str, Any], ...] = (
     {"input_ids": [5, 6, 7], "input_lengths": 3, "request_output_len": 40, "end_id": -1, "seed": 7, "streaming": True},
 )
 NUM_PLAIN, NUM_TEXTS = 3 * len(_PROMPTS), len(JOBS) - 1  # the former: without a grammar, greedy and sampled alternately
+LONG_JOBS = range(2, NUM_PLAIN, 3)
 Done = tuple[list[str], list[str]]  # what happened, and what was wrong
 
 
@@ -143,7 +145,7 @@ class Client:
 
     def stop(self) -> Done:
         """Starts a long answer and ends it early by a stop request through another model."""
-        jobs, request_id = [int(self.rng.integers(NUM_PLAIN))], f"client {self._number} request {self._num_acts}"
+        jobs, request_id = [int(self.rng.choice(LONG_JOBS))], f"client {self._number} request {self._num_acts}"
         request = self._request(jobs, {"stream": True}, request_id)
         with ThreadPoolExecutor(1) as pool:
             stops = []
@@ -187,6 +189,12 @@ ACTIONS: dict[str, tuple[int, Callable[[Client], Done]]] = {  # by name: frequen
     "stop": (5, Client.stop),
     "overflow": (2, Client.overflow),
 }
+# Beginnings of the keys of Soak.num_done that a run must bring about.
+EVERYTHING = (
+    *(f"{name}: " for name in ACTIONS),
+    *(f"{name}: exact" for name in ("stream", "unary", "tokens", "batch", "http")),
+    *("stop: short", "overflow: refused"),
+)
 
 
 # -- what is still held ----------------------------------------------------------------------------------------------
@@ -208,6 +216,10 @@ class Soak:
     samples: list[Sample] = field(default_factory=list)
     num_preemptions: int = 0
 
+    @property
+    def missing(self) -> list[str]:
+        return [each for each in EVERYTHING if not any(key.startswith(each) for key in self.num_done)]
+
 
 def soak(served: Served, seconds: float, num_pauses: int, seed: int) -> Soak:
     """Generates traffic for this many seconds, with pauses in which samples are taken."""
@@ -216,11 +228,13 @@ def soak(served: Served, seconds: float, num_pauses: int, seed: int) -> Soak:
     clients = [Client(served, expected, seed, number) for number in range(NUM_CLIENTS)]
 
     def work(client: Client) -> None:
-        while time.monotonic() < until_s and served.process.poll() is None:
+        end_s = until_s
+        while time.monotonic() < end_s and served.process.poll() is None:
             done, broken = client.act()
             with lock:
                 result.num_done.update(done)
                 result.broken += broken
+                end_s = until_s + (MAX_EXTRA_S if result.missing else 0.0)
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         for _ in range(num_pauses):
@@ -238,7 +252,7 @@ def soak(served: Served, seconds: float, num_pauses: int, seed: int) -> Soak:
     for each in (alone, *(client.grpc for client in clients)):
         each.close()
     result.broken += growth(result.samples)
-    result.broken += [f"{name}: never happened" for name in ACTIONS if not any(name in key for key in result.num_done)]
+    result.broken += [f"{each}: never happened" for each in result.missing]
     return result
 
 

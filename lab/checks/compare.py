@@ -75,13 +75,7 @@ def measure_loads(
             jobs = jobs_of(prompts, max(args.jobs, 2 * clients), args.max_tokens, temperature, args.seed)
             warm = [replace(job, max_tokens=min(WARM_TOKENS, job.max_tokens)) for job in jobs[: max(2, clients)]]
             list(serve(names, warm, clients))  # allocations and first calls of new shapes are not measured
-
-            def serve_load(
-                order: Sequence[str], jobs: list[Job] = jobs, clients: int = clients
-            ) -> Iterable[tuple[str, Served]]:
-                return serve(order, jobs, clients)
-
-            found = measure(serve_load, names, jobs, args.repeats)
+            found = measure(lambda order, load=(jobs, clients): serve(order, *load), names, jobs, args.repeats)
             first = found[0]["tokens_per_s_repeats"]
             for row in found:
                 row |= {"place": place, "temperature": temperature, "num_clients": clients, "num_jobs": len(jobs)}

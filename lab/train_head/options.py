@@ -11,14 +11,7 @@ from faser_backend.core.config import EngineConfig, OptionTable, option
 from faser_backend.core.errors import ConfigError
 
 OF_OTHER_KIND = {"block": ("num_ids", "chain_length"), "eagle3": ("num_layers", "block_size", "mask_id")}
-
-
-class Stage(StrEnum):
-    """A stage of training; an enumeration, as typer accepts no list of literals."""
-
-    WRITE = "write"
-    TRAIN = "train"
-    SAVE = "save"
+Stage = StrEnum("Stage", ["WRITE", "TRAIN", "SAVE"])  # typer accepts no list of literals
 
 
 class HeadOptions(OptionTable):

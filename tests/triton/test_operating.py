@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -100,14 +101,15 @@ class Operated:
         """Log lines of our processes, without Triton's own lines."""
         return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith('{"time"')]
 
-    def request_line(self, client_id: str) -> dict[str, Any]:
-        deadline = time.monotonic() + 10
+    def line(self, **fields: str) -> dict[str, Any]:
+        """Waits for the first line of the log with these fields."""
+        deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             for line in self.lines():
-                if line.get("client_id") == client_id:
+                if fields.items() <= line.items():
                     return line
             time.sleep(0.05)
-        raise AssertionError(f"no line about {client_id}")
+        raise AssertionError(f"no line with {fields} in {self.log.read_text()}")
 
     def ask(self, model: str, request_id: str = "", **tensors: Any) -> Answer:
         stream = Stream(f"127.0.0.1:{self.served.grpc_port}")
@@ -197,29 +199,21 @@ def test_a_refused_request_has_a_span_and_a_line_with_its_error(server: Operated
     assert answer.error is not None
     span = server.collector.wait_for(lambda each: attributes_of(each).get("faser.client_id") == "refused")
     assert "max_tokens = -1" in span.status.message and span.status.code == 2
-    line = server.request_line("refused")
+    line = server.line(client_id="refused")
     assert line["level"] == "WARNING" and "max_tokens = -1" in line["error"] and line["process"] == "ensemble"
 
 
 def test_lines_of_the_log_name_their_requests(server: Operated):
     server.ask("ensemble", "of-a-client", text_input="def f(x):\n", max_tokens=9, end_id=-1)
-    line = server.request_line("of-a-client")
+    line = server.line(client_id="of-a-client")
     assert line["message"] == "request ended" and line["num_output_tokens"] == 9
     assert line["request_id"] and line["duration_ms"] > 0 and line["finish_reasons"] == ["length"]
     assert server.ask("ensemble", "too-long", text_input="def f(x):\n", max_tokens=5000, stop_words="e").error is None
-    ended = server.request_line("too-long")
+    ended = server.line(client_id="too-long")
     clamped = [each for each in server.lines() if "max_tokens = 5000" in each["message"]]
     assert [each["request_id"] for each in clamped] == [ended["request_id"]]
     started = next(each for each in server.lines() if each["message"].startswith("starting Triton"))
     assert started["process"] == "serve"
-
-
-def in_the_background(count: int, work: Any) -> list[Any]:
-    """Starts work on a thread. Returns the thread and the list for its result."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(work(count)))
-    thread.start()
-    return [thread, found]
 
 
 def ask_until(is_over: threading.Event, work: Any) -> tuple[threading.Thread, list[tuple[float, float, Any]]]:
@@ -233,6 +227,7 @@ def ask_until(is_over: threading.Event, work: Any) -> tuple[threading.Thread, li
 
     thread = threading.Thread(target=ask)
     thread.start()
+    time.sleep(0.1)  # the threads' requests do not end together
     return thread, answers
 
 
@@ -272,9 +267,8 @@ def test_engines_change_without_losing_a_request(server: Operated, engines: tupl
     later = server.tokens(LONG), server.text(LONG)
     for thread, _ in under_way:
         thread.join(60)
-    while not (changes := [line["time"] for line in server.lines() if "replaces this one" in line["message"]]):
-        time.sleep(0.05)
-    changed = datetime.fromisoformat(changes[0]).timestamp()
+    change = server.line(message="a new engine replaces this one, which closes after its last answers")
+    changed = datetime.fromisoformat(change["time"]).timestamp()
     asked = zip(under_way, before * 2, later * 2, strict=True)
     answers = [(old, new, *each) for (_, given), old, new in asked for each in given]
     assert all(answer in (old, new) for old, new, _, _, answer in answers)
@@ -318,7 +312,8 @@ def test_what_serves_is_still_counted_when_another_engine_has_ended(server: Oper
 
 
 def test_a_drain_is_not_ready_and_answers_what_is_under_way(server: Operated):
-    under_way = [in_the_background(LONG, work) for work in (server.tokens, server.text)]
+    pool = ThreadPoolExecutor(2)
+    under_way = [pool.submit(work, LONG) for work in (server.tokens, server.text)]
     wait_for_active(server, 2)
     assert is_ready(server.served.http_port)
     deadline = time.monotonic() + 20
@@ -331,8 +326,6 @@ def test_a_drain_is_not_ready_and_answers_what_is_under_way(server: Operated):
         while (told := post(server.served.http_port, f"/v2/models/{model}/generate", body))[0] == 200:
             assert time.monotonic() < deadline
         assert SHUTTING_DOWN in told[1], told
-    assert not all(found for _, found in under_way), "it is not ready while answers are under way"
-    for thread, found in under_way:
-        thread.join(60)
-        assert len(found[0]) > LONG // 4
+    assert not all(each.done() for each in under_way), "it is not ready while answers are under way"
+    assert all(len(each.result(60)) > LONG // 4 for each in under_way)
     assert server.served.process.wait(40) == 0
