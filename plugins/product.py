@@ -1,0 +1,192 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Matrix products whose rows have the same bits in every call, whatever the number of its rows.
+
+Libraries choose a kernel, and with it the order of a sum, by the number of rows. Here an element is always summed in
+float32 in ascending order within parts, and then over parts in order, and the parts depend on the weight's shape alone.
+A call of few rows is bound by reading the weight: each part has its own program, and the last to arrive adds them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from faser_backend.plugins import reference
+from faser_backend.plugins.attention_config import ANY, shared_limit
+from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, compute_capability, on_grid, runs_kernel
+
+SPLIT_ROWS = 64  # calls of at most so many rows have a program per part
+SPLIT_OUTPUTS = 64  # outputs of such a program
+SPLIT_PROGRAMS = 128  # the most that parts may lead to: about the SMs of a GPU
+MIN_PART = 512  # values
+PART_MULTIPLE = 128  # of BLOCK_K, so that parts end with a step
+MAX_ARRIVALS = SPLIT_PROGRAMS // 2  # programs of one part in a call that has parts
+
+
+class Tile(NamedTuple):
+    """A row of a table: the tile of calls with at most num_rows rows."""
+
+    num_rows: int
+    block_n: int  # outputs
+    block_t: int  # rows
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+HALF_TILES = (
+    Tile(16, SPLIT_OUTPUTS, 16, 128, 4, 4),
+    Tile(32, SPLIT_OUTPUTS, 32, 128, 4, 3),
+    Tile(SPLIT_ROWS, SPLIT_OUTPUTS, 64, 128, 4, 3),
+    Tile(ANY, 128, 128, 64, 8, 4),
+)
+MANY_ROWS = 512
+LARGE_TILE = Tile(ANY, 128, 256, 64, 8, 3)  # from MANY_ROWS on, for weights of one part: its sums fill the registers
+FLOAT_TILES = (Tile(16, SPLIT_OUTPUTS, 16, 32, 4, 2), Tile(ANY, SPLIT_OUTPUTS, 64, 16, 4, 2))  # no tensor cores
+
+
+def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
+    """Returns the number of parts of a sum of `size` products, and their length."""
+    parts, programs = 1, -(-num_outputs // SPLIT_OUTPUTS)
+    while 2 * parts * programs <= SPLIT_PROGRAMS and size >= 2 * parts * MIN_PART:
+        parts *= 2
+    length = -(-size // (parts * PART_MULTIPLE)) * PART_MULTIPLE
+    return -(-size // length), length
+
+
+def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int = 90) -> Tile:
+    """Returns the tile of a call, with as many stages as shared memory holds."""
+    tiles, has_warp_groups = FLOAT_TILES if element_bytes == 4 else HALF_TILES, capability // 10 == 9
+    tile = next(each for each in tiles if num_rows <= each.num_rows)
+    if element_bytes == 2 and num_rows >= MANY_ROWS and num_parts == 1 and has_warp_groups:
+        tile = LARGE_TILE
+    fitting = shared_limit(capability) // ((tile.block_n + tile.block_t) * tile.block_k * element_bytes)
+    # A warp-group product reads its operands in shared memory; others hold one stage in registers.
+    return tile._replace(num_stages=min(tile.num_stages, fitting + (not has_warp_groups)))
+
+
+@triton.jit
+def sum_of_part(
+    inputs, weights, dims, is_row, is_output, start, end, size, BLOCK_K: tl.constexpr, HAS_TAIL: tl.constexpr
+):
+    """Returns the sums [BLOCK_N, BLOCK_T] of products of values [start, end), in float32, in ascending order."""
+    sums = tl.zeros([is_output.shape[0], is_row.shape[1]], tl.float32)
+    for first in range(start, end, BLOCK_K):
+        if HAS_TAIL:
+            is_dim = first + dims < size
+            left = tl.load(weights + first, mask=is_output & is_dim[None, :], other=0.0)
+            right = tl.load(inputs + first, mask=is_row & is_dim[:, None], other=0.0)
+        else:
+            left = tl.load(weights + first, mask=is_output, other=0.0)
+            right = tl.load(inputs + first, mask=is_row, other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_kernel(
+    rows,  # [T, size], rows row_stride apart
+    weight,  # [num_outputs, size]
+    bias,  # [num_outputs]; None without
+    row_stride,
+    num_rows,
+    num_outputs,
+    size,
+    part_length,
+    num_parts,
+    part_sums,  # [num_parts, T, num_outputs] float32; None unless each part has its program
+    arrived,  # [num_programs(1)] int32, zero before and after
+    out,  # [T, num_outputs]
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_TAIL: tl.constexpr,  # size is no multiple of BLOCK_K
+    IN_TURN: tl.constexpr,  # a program adds all parts
+):
+    """Grid: (T / BLOCK_T, num_outputs / BLOCK_N, num_parts or 1), rounded up; a weight's tile is read by neighbours."""
+    row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[None, :]
+    output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    is_row, is_output = row < num_rows, output < num_outputs
+    dims = tl.arange(0, BLOCK_K)
+    inputs = rows + row * row_stride + dims[:, None]
+    weights = weight + output * size + dims[None, :]
+    if IN_TURN:
+        sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(0, size, part_length):
+            end = tl.minimum(start + part_length, size)
+            sums += sum_of_part(inputs, weights, dims, is_row, is_output, start, end, size, BLOCK_K, HAS_TAIL)
+    else:
+        start = tl.program_id(2) * part_length
+        end = tl.minimum(start + part_length, size)
+        sums = sum_of_part(inputs, weights, dims, is_row, is_output, start, end, size, BLOCK_K, HAS_TAIL)
+    elements = row * num_outputs + output
+    is_element = is_row & is_output
+    if part_sums is not None:
+        stride = num_rows.to(tl.int64) * num_outputs
+        tl.store(part_sums + tl.program_id(2) * stride + elements, sums, mask=is_element)
+        tl.debug_barrier()  # one thread counts for all
+        counter = arrived + tl.program_id(1)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < num_parts - 1:
+            return
+        tl.store(counter, 0)
+        sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for part in range(num_parts):  # from L2, which the other programs wrote to
+            sums += tl.load(part_sums + part * stride + elements, mask=is_element, other=0.0, cache_modifier=".cg")
+    if bias is not None:
+        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + elements, sums.to(out.dtype.element_ty), mask=is_element)
+
+
+def new_arrivals(device: torch.device) -> torch.Tensor:
+    """Returns counters for `product`, which leaves them as they are between calls."""
+    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+
+
+def product(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Computes out [T, N] = rows [T, K] @ weight [N, K]^T + bias [N]; queued on the current stream.
+
+    All of one type, except that out may be float32. Rows may have a stride. arrived: new_arrivals of a caller whose
+    calls never overlap; calls of two streams that may run at the same time need two. Raises ValueError if shapes or
+    types do not match.
+    """
+    (num_rows, size), num_outputs = rows.shape, weight.shape[0]
+    check_tensor("rows", rows, (num_rows, size), *FLOAT_DTYPES, may_have_row_stride=True)
+    check_tensor("weight", weight, (num_outputs, size), rows.dtype)
+    if bias is not None:
+        check_tensor("bias", bias, (num_outputs,), rows.dtype)
+    check_tensor("arrived", arrived, (MAX_ARRIVALS,), torch.int32)
+    check_tensor("out", out, (num_rows, num_outputs), rows.dtype, torch.float32)
+    if not runs_kernel(product_kernel, rows):
+        reference.product(rows, weight, bias, out)
+    elif num_rows:
+        num_parts, length = parts_of(num_outputs, size)
+        tile = tile_of(num_rows, num_parts, rows.element_size(), compute_capability(rows))
+        is_split = num_parts > 1 and num_rows <= SPLIT_ROWS
+        part_sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
+        grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
+        on_grid(product_kernel, *grid)(
+            rows,
+            weight,
+            bias,
+            rows.stride(0),
+            num_rows,
+            num_outputs,
+            size,
+            length,
+            num_parts,
+            part_sums,
+            arrived if is_split else None,
+            out,
+            BLOCK_N=tile.block_n,
+            BLOCK_T=tile.block_t,
+            BLOCK_K=tile.block_k,
+            HAS_TAIL=size % tile.block_k > 0,
+            IN_TURN=num_parts > 1 and not is_split,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
