@@ -36,6 +36,11 @@ class Tile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def constants(self, size: int, *, in_turn: bool) -> dict[str, int]:
+        """Returns the constants of the kernel for sums of `size` products."""
+        blocks = {"BLOCK_N": self.block_n, "BLOCK_T": self.block_t, "BLOCK_K": self.block_k}
+        return {**blocks, "HAS_TAIL": size % self.block_k > 0, "IN_TURN": in_turn}
+
 
 HALF_TILES = (
     Tile(16, SPLIT_OUTPUTS, 16, 128, 4, 4),
@@ -182,11 +187,7 @@ def product(
             part_sums,
             arrived if is_split else None,
             out,
-            BLOCK_N=tile.block_n,
-            BLOCK_T=tile.block_t,
-            BLOCK_K=tile.block_k,
-            HAS_TAIL=size % tile.block_k > 0,
-            IN_TURN=num_parts > 1 and not is_split,
+            **tile.constants(size, in_turn=num_parts > 1 and not is_split),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
         )
