@@ -26,7 +26,7 @@ PART_MULTIPLE = 128  # of BLOCK_K, so that parts end with a step
 MAX_ARRIVALS = SPLIT_PROGRAMS // 2  # programs of one part in a call that has parts
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """A row of a table: the tile of calls with at most num_rows rows."""
 
     num_rows: int
@@ -43,14 +43,19 @@ class Tile(NamedTuple):
 
 
 HALF_TILES = (
-    Tile(16, SPLIT_OUTPUTS, 16, 128, 4, 4),
-    Tile(32, SPLIT_OUTPUTS, 32, 128, 4, 3),
-    Tile(SPLIT_ROWS, SPLIT_OUTPUTS, 64, 128, 4, 3),
-    Tile(ANY, 128, 128, 64, 8, 4),
+    ProductTile(16, SPLIT_OUTPUTS, 16, 128, 4, 4),
+    ProductTile(32, SPLIT_OUTPUTS, 32, 128, 4, 3),
+    ProductTile(SPLIT_ROWS, SPLIT_OUTPUTS, 64, 128, 4, 3),
+    ProductTile(ANY, 128, 128, 64, 8, 4),
 )
 MANY_ROWS = 512
-LARGE_TILE = Tile(ANY, 128, 256, 64, 8, 3)  # from MANY_ROWS on, for weights of one part: its sums fill the registers
-FLOAT_TILES = (Tile(16, SPLIT_OUTPUTS, 16, 32, 4, 2), Tile(ANY, SPLIT_OUTPUTS, 64, 16, 4, 2))  # no tensor cores
+LARGE_TILE = ProductTile(
+    ANY, 128, 256, 64, 8, 3
+)  # from MANY_ROWS on, for weights of one part: its sums fill the registers
+FLOAT_TILES = (
+    ProductTile(16, SPLIT_OUTPUTS, 16, 32, 4, 2),
+    ProductTile(ANY, SPLIT_OUTPUTS, 64, 16, 4, 2),
+)  # no tensor cores
 
 
 def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
@@ -62,7 +67,7 @@ def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
     return -(-size // length), length
 
 
-def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int = 90) -> Tile:
+def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int = 90) -> ProductTile:
     """Returns the tile of a call, with as many stages as shared memory holds."""
     tiles, has_warp_groups = FLOAT_TILES if element_bytes == 4 else HALF_TILES, capability // 10 == 9
     tile = next(each for each in tiles if num_rows <= each.num_rows)
