@@ -23,13 +23,9 @@ SPLIT_OUTPUTS = 64  # outputs of such a program
 SPLIT_PROGRAMS = 128  # the most that parts may lead to: about the SMs of a GPU
 MIN_PART = 512  # values
 PART_MULTIPLE = 128  # of BLOCK_K, so that parts end with a step
-MAX_ARRIVALS = SPLIT_PROGRAMS // 2  # programs of one part in a call that has parts
 
 
 class ProductTile(NamedTuple):
-    """A row of a table: the tile of calls with at most num_rows rows."""
-
-    num_rows: int
     block_n: int  # outputs
     block_t: int  # rows
     block_k: int
@@ -42,20 +38,15 @@ class ProductTile(NamedTuple):
         return {**blocks, "HAS_TAIL": size % self.block_k > 0, "IN_TURN": in_turn}
 
 
-HALF_TILES = (
-    ProductTile(16, SPLIT_OUTPUTS, 16, 128, 4, 4),
-    ProductTile(32, SPLIT_OUTPUTS, 32, 128, 4, 3),
-    ProductTile(SPLIT_ROWS, SPLIT_OUTPUTS, 64, 128, 4, 3),
-    ProductTile(ANY, 128, 128, 64, 8, 4),
-)
+HALF_TILES = {  # by the most rows of a call
+    16: ProductTile(SPLIT_OUTPUTS, 16, 128, 4, 4),
+    32: ProductTile(SPLIT_OUTPUTS, 32, 128, 4, 3),
+    SPLIT_ROWS: ProductTile(SPLIT_OUTPUTS, 64, 128, 4, 3),
+    ANY: ProductTile(128, 128, 64, 8, 4),
+}
+FLOAT_TILES = {16: ProductTile(SPLIT_OUTPUTS, 16, 32, 4, 2), ANY: ProductTile(SPLIT_OUTPUTS, 64, 16, 4, 2)}
 MANY_ROWS = 512
-LARGE_TILE = ProductTile(
-    ANY, 128, 256, 64, 8, 3
-)  # from MANY_ROWS on, for weights of one part: its sums fill the registers
-FLOAT_TILES = (
-    ProductTile(16, SPLIT_OUTPUTS, 16, 32, 4, 2),
-    ProductTile(ANY, SPLIT_OUTPUTS, 64, 16, 4, 2),
-)  # no tensor cores
+LARGE_TILE = ProductTile(128, 256, 64, 8, 3)  # from MANY_ROWS on, if there is one part: its sums fill the registers
 
 
 def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
@@ -70,7 +61,7 @@ def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
 def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int = 90) -> ProductTile:
     """Returns the tile of a call, with as many stages as shared memory holds."""
     tiles, has_warp_groups = FLOAT_TILES if element_bytes == 4 else HALF_TILES, capability // 10 == 9
-    tile = next(each for each in tiles if num_rows <= each.num_rows)
+    tile = next(tile for most, tile in tiles.items() if num_rows <= most)
     if element_bytes == 2 and num_rows >= MANY_ROWS and num_parts == 1 and has_warp_groups:
         tile = LARGE_TILE
     fitting = shared_limit(capability) // ((tile.block_n + tile.block_t) * tile.block_k * element_bytes)
@@ -79,19 +70,17 @@ def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int =
 
 
 @triton.jit
-def sum_of_part(
-    inputs, weights, dims, is_row, is_output, start, end, size, BLOCK_K: tl.constexpr, HAS_TAIL: tl.constexpr
+def sum_part(
+    inputs, weights, dims, is_row, is_output, start, length, size, BLOCK_K: tl.constexpr, HAS_TAIL: tl.constexpr
 ):
-    """Returns the sums [BLOCK_N, BLOCK_T] of products of values [start, end), in float32, in ascending order."""
+    """Returns the sums [BLOCK_N, BLOCK_T] of a part's products, from value `start` on, in ascending order."""
     sums = tl.zeros([is_output.shape[0], is_row.shape[1]], tl.float32)
-    for first in range(start, end, BLOCK_K):
-        if HAS_TAIL:
-            is_dim = first + dims < size
-            left = tl.load(weights + first, mask=is_output & is_dim[None, :], other=0.0)
-            right = tl.load(inputs + first, mask=is_row & is_dim[:, None], other=0.0)
-        else:
-            left = tl.load(weights + first, mask=is_output, other=0.0)
-            right = tl.load(inputs + first, mask=is_row, other=0.0)
+    for first in range(start, tl.minimum(start + length, size), BLOCK_K):
+        is_dim = first + dims < size
+        left_mask = is_output & is_dim[None, :] if HAS_TAIL else is_output
+        right_mask = is_row & is_dim[:, None] if HAS_TAIL else is_row
+        left = tl.load(weights + first, mask=left_mask, other=0.0)
+        right = tl.load(inputs + first, mask=right_mask, other=0.0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
     return sums
 
@@ -123,15 +112,13 @@ def product_kernel(
     dims = tl.arange(0, BLOCK_K)
     inputs = rows + row * row_stride + dims[:, None]
     weights = weight + output * size + dims[None, :]
+    operands = (inputs, weights, dims, is_row, is_output)
     if IN_TURN:
         sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
         for start in range(0, size, part_length):
-            end = tl.minimum(start + part_length, size)
-            sums += sum_of_part(inputs, weights, dims, is_row, is_output, start, end, size, BLOCK_K, HAS_TAIL)
+            sums += sum_part(*operands, start, part_length, size, BLOCK_K, HAS_TAIL)
     else:
-        start = tl.program_id(2) * part_length
-        end = tl.minimum(start + part_length, size)
-        sums = sum_of_part(inputs, weights, dims, is_row, is_output, start, end, size, BLOCK_K, HAS_TAIL)
+        sums = sum_part(*operands, tl.program_id(2) * part_length, part_length, size, BLOCK_K, HAS_TAIL)
     elements = row * num_outputs + output
     is_element = is_row & is_output
     if part_sums is not None:
@@ -150,49 +137,42 @@ def product_kernel(
     tl.store(out + elements, sums.to(out.dtype.element_ty), mask=is_element)
 
 
-def new_arrivals(device: torch.device) -> torch.Tensor:
-    """Returns counters for `product`, which leaves them as they are between calls."""
-    return torch.zeros(MAX_ARRIVALS, dtype=torch.int32, device=device)
+class MatrixProduct:
+    """Products of one caller, whose calls never overlap: streams that may run at the same time have one each.
 
-
-def product(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Computes out [T, N] = rows [T, K] @ weight [N, K]^T + bias [N]; queued on the current stream.
-
-    All of one type, except that out may be float32. Rows may have a stride. arrived: new_arrivals of a caller whose
-    calls never overlap; calls of two streams that may run at the same time need two. Raises ValueError if shapes or
-    types do not match.
+    It owns the counters of programs, which lie outside of any CUDA graph and are zero between calls.
     """
-    (num_rows, size), num_outputs = rows.shape, weight.shape[0]
-    check_tensor("rows", rows, (num_rows, size), *FLOAT_DTYPES, may_have_row_stride=True)
-    check_tensor("weight", weight, (num_outputs, size), rows.dtype)
-    if bias is not None:
-        check_tensor("bias", bias, (num_outputs,), rows.dtype)
-    check_tensor("arrived", arrived, (MAX_ARRIVALS,), torch.int32)
-    check_tensor("out", out, (num_rows, num_outputs), rows.dtype, torch.float32)
-    if not runs_kernel(product_kernel, rows):
-        reference.product(rows, weight, bias, out)
-    elif num_rows:
-        num_parts, length = parts_of(num_outputs, size)
-        tile = tile_of(num_rows, num_parts, rows.element_size(), compute_capability(rows))
-        is_split = num_parts > 1 and num_rows <= SPLIT_ROWS
-        part_sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
-        grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
-        on_grid(product_kernel, *grid)(
-            rows,
-            weight,
-            bias,
-            rows.stride(0),
-            num_rows,
-            num_outputs,
-            size,
-            length,
-            num_parts,
-            part_sums,
-            arrived if is_split else None,
-            out,
-            **tile.constants(size, in_turn=num_parts > 1 and not is_split),
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-        )
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrived = torch.zeros(SPLIT_PROGRAMS // 2, dtype=torch.int32, device=device)
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns rows [T, K] @ weight [N, K]^T + bias [N], [T, N], in `out` if given; queued on the current stream.
+
+        All are of one type, except that `out` may be float32. Raises ValueError if shapes or types do not match.
+        """
+        (num_rows, size), num_outputs = rows.shape, weight.shape[0]
+        out = rows.new_empty(num_rows, num_outputs) if out is None else out
+        check_tensor("rows", rows, (num_rows, size), *FLOAT_DTYPES, may_have_row_stride=True)
+        check_tensor("weight", weight, (num_outputs, size), rows.dtype)
+        if bias is not None:
+            check_tensor("bias", bias, (num_outputs,), rows.dtype)
+        check_tensor("out", out, (num_rows, num_outputs), rows.dtype, torch.float32)
+        if not runs_kernel(product_kernel, rows):
+            reference.product(rows, weight, bias, out)
+        elif num_rows:
+            num_parts, length = parts_of(num_outputs, size)
+            tile = tile_of(num_rows, num_parts, rows.element_size(), compute_capability(rows))
+            is_split = num_parts > 1 and num_rows <= SPLIT_ROWS
+            sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
+            grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
+            on_grid(product_kernel, *grid)(
+                *(rows, weight, bias, rows.stride(0), num_rows, num_outputs, size, length, num_parts),
+                *(sums, self._arrived if is_split else None, out),
+                **tile.constants(size, in_turn=num_parts > 1 and not is_split),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out

@@ -30,7 +30,7 @@ from faser_backend.plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
-from faser_backend.plugins.product import new_arrivals, product
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
 
@@ -52,7 +52,7 @@ class TorchSegment:
         self.model = model
         self.weights = weights
         self.num_sms = num_sms
-        self.arrived = new_arrivals(weights.head.device)  # calls of a program never overlap
+        self.product = MatrixProduct(weights.head.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
@@ -88,7 +88,7 @@ class SegmentCall:
         self.tensors = tensors
         self.bounds = bounds
         self.num_sms = program.num_sms
-        self.arrived = program.arrived
+        self.product = program.product
         self.num_splits = program.num_splits(bounds, tensors[f"k_pool.{program.spec.first_layer}"])
 
     def launch(self) -> None:
@@ -233,15 +233,6 @@ class SegmentCall:
         add_rms_norm(hidden, found, weight, self.model.rms_eps, summed, normed)
         return hidden if summed is None else summed, normed
 
-    def product(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:  # fmt: skip
-        """Returns rows [T, in] @ weight [out, in]^T + bias [out], [T, out]; float32 if `out` is."""
-        out = rows.new_empty(rows.shape[0], weight.shape[0]) if out is None else out
-        product(rows, weight, bias, self.arrived, out)
-        return out
-
 
 def feature_slots(slot_mapping: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """Returns the rows' indices into flat features [blocks, kv_block_size, ...], int64; padding uses the last block."""
@@ -319,13 +310,13 @@ class TorchJoin:
     def __init__(self, spec: SegmentSpec, weights: HeadTensors) -> None:
         self.spec = spec
         self._matrix = weights.join  # [hidden_size, num_features * hidden_size of the target]
-        self._arrived = new_arrivals(weights.join.device)
+        self._product = MatrixProduct(weights.join.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
 
         def launch() -> None:
-            product(read_features(tensors), self._matrix, None, self._arrived, tensors["hidden_out"])
+            self._product(read_features(tensors), self._matrix, out=tensors["hidden_out"])
 
         return launch
 
@@ -366,7 +357,7 @@ class TorchBlock(_DraftSegment):
             return logits
         table, columns = self.head.bias
         bias = torch.empty_like(logits)
-        product(table.index_select(0, previous), columns, None, self.arrived, bias)
+        self.product(table.index_select(0, previous), columns, out=bias)
         return bias.add_(logits)
 
 

@@ -23,7 +23,7 @@ from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
-from faser_backend.plugins.product import new_arrivals, product
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
 
@@ -147,7 +147,7 @@ def _check_product(name: str, device: str, rng: np.random.Generator) -> float:
     rows, given = normal(weight.dtype, device, rng, counts[-1], shape[1]), (weight, weight[:, 0].clone())
     found = [torch.full((count, shape[0]), POISON, device=device) for count in counts]
     for out in found:
-        product(rows[: len(out)], *given, new_arrivals(weight.device), out)
+        MatrixProduct(weight.device)(rows[: len(out)], *given, out)
     expected = torch.empty_like(found[-1])
     reference.product(rows, *given, expected)
     is_equal = all(torch.equal(out, found[-1][: len(out)]) for out in found)

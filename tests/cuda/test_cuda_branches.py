@@ -98,16 +98,15 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
 def test_products_of_few_rows_have_a_program_for_each_part(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     launched: list[tuple[Any, ...]] = []
     with faked(launched, monkeypatch):
-        weight, arrived = empty(130, 2048, dtype=dtype), product_kernel.new_arrivals(CUDA)
+        weight, product = empty(130, 2048, dtype=dtype), product_kernel.MatrixProduct(CUDA)
         for num_rows in (3, 65):
             logits = LogitsBuffer(CUDA).rows(num_rows, 130)
-            product_kernel.product(empty(num_rows, 2048, dtype=dtype), weight, weight[:, 0].clone(), arrived, logits)
-        with pytest.raises(ValueError, match=r"rows: shape|weight: shape"):
-            product_kernel.product(empty(3, 16, dtype=dtype), empty(9, 15, dtype=dtype), None, arrived, logits)
-    grids = (1, 3, 4), ((2, 3, 1) if dtype == torch.float32 else (1, 2, 1))
+            product(empty(num_rows, 2048, dtype=dtype), weight, weight[:, 0].clone(), logits)
+        assert product(empty(3, 16, dtype=dtype), empty(9, 16, dtype=dtype)).dtype == dtype
+    grids = (1, 3, 4), ((2, 3, 1) if dtype == torch.float32 else (1, 2, 1)), (1, 1, 1)
     assert [(name, grid) for name, grid, _ in launched] == [("product_kernel", grid) for grid in grids]
-    few, many = (arguments[9] for *_, arguments in launched)
-    assert (few.shape, few.dtype, many) == ((4, 3, 130), torch.float32, None)
+    few, *others = (arguments[9] for *_, arguments in launched)
+    assert (few.shape, few.dtype, others) == ((4, 3, 130), torch.float32, [None, None])
 
 
 def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

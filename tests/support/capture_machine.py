@@ -136,6 +136,6 @@ def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
 
         monkeypatch.setattr(module, name, noticed)
 
-    before(torch_programs, "product", machine.product)
+    before(torch_programs.MatrixProduct, "__call__", machine.product)
     for module in (draft_loop, sampler):
         before(module, "to_host", machine.wait)

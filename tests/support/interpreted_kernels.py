@@ -27,7 +27,7 @@ from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits
-from faser_backend.plugins.product import new_arrivals, product
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.rotate_heads import rotate_heads
 from tests.support.kernel_cases import check, small_tiles
 
@@ -383,7 +383,7 @@ def test_gated_silu(dtype, size):
     close(out, wanted)
 
 
-ARRIVED = new_arrivals(torch.device("cpu"))
+PRODUCT = MatrixProduct(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -395,11 +395,11 @@ def test_products(dtype, num_rows, num_outputs, size, has_bias):
     bias = torch.randn(num_outputs).to(dtype) if has_bias else None
     for kind in {dtype, torch.float32}:
         out, wanted = (torch.full((num_rows, num_outputs), NAN, dtype=kind) for _ in range(2))
-        product(rows, weight, bias, ARRIVED, out)
+        PRODUCT(rows, weight, bias, out)
         reference.product(rows, weight, bias, wanted)
         if num_rows:
             close(out, wanted)
-    assert not ARRIVED.any()
+    assert not PRODUCT._arrived.any()
 
 
 def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
@@ -416,11 +416,11 @@ def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
     rows, weight, found = torch.randn(200, 1100), torch.randn(65, 1100), []
     for num_rows in (200, 70, 33, 16, 5, 1):
         found.append(torch.full((num_rows, 65), NAN))
-        product(rows[:num_rows], weight, None, ARRIVED, found[-1])
+        PRODUCT(rows[:num_rows], weight, None, found[-1])
         shuffle(monkeypatch, num_rows)
     assert products.parts_of(65, 1100) == (2, 640) and all(torch.equal(each, found[0][: len(each)]) for each in found)
     monkeypatch.setattr(products, "parts_of", lambda *_: (1, 1152))
-    product(rows[:1], weight, None, ARRIVED, found[-1])
+    PRODUCT(rows[:1], weight, None, found[-1])
     assert not torch.equal(found[-1], found[0][:1]), "the control, whose parts show"
 
 
