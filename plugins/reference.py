@@ -47,6 +47,13 @@ def write_kv(k_new, v_new, slot_mapping, k_pool, v_pool) -> None:
     v_pool[:, block, offset] = v_new[row].transpose(0, 1)
 
 
+def product(rows, weight, bias, out) -> None:
+    """Computes out [T, N] = rows [T, K] @ weight [N, K]^T + bias [N]; float32 results are never rounded to less."""
+    torch.mm(rows.to(out.dtype), weight.to(out.dtype).t(), out=out)
+    if bias is not None:
+        out += bias
+
+
 def exit_scores(hidden, head, candidates, out) -> None:
     """Computes out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32."""
     out.copy_(torch.einsum("td,tcd->tc", hidden.float(), head[candidates].float()))

@@ -1,8 +1,6 @@
 """CUDA graphs: launches that are captured once and replayed; and the errors after which a process must be restarted.
 
-A graph keeps the SMs of the stream that it was captured on, so it belongs to a runner, which has one share. It also
-keeps the address of a cuBLAS workspace, which PyTorch frees as soon as any graph of that stream is destroyed. So all
-graphs, even those whose capture failed, live as long as their runner.
+A graph keeps the SMs of the stream that it was captured on, so it belongs to a runner, which has one share.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ class GraphCapturer:
         self._leave_pool = leave_pool
         self._pool = cuda.graph_pool_handle()
         self._side_stream: Any = None
-        self._failed: list[Any] = []  # graphs of failed captures, which must not be destroyed
 
     def capture(self, launch: Launch, what: str) -> Launch:
         """Captures `launch` and returns its replay. `launch` must have run on the current stream, to load kernels.
@@ -72,7 +69,6 @@ class GraphCapturer:
             with _CAPTURING, _no_collection(), self._cuda.stream(stream):
                 self._capture(graph, launch)
         except Exception as error:
-            self._failed.append(graph)
             if is_fatal(error):
                 raise
             self.counts.num_failed_captures += 1
@@ -127,7 +123,7 @@ Call = TypeVar("Call")
 class CallCache(dict[Shape, Call]):
     """The calls of one segment, or chains of a draft loop, by shape; makes those that are missing.
 
-    The first MAX_GRAPHS are kept until the runner closes, because destroying a graph would break the others.
+    The first MAX_GRAPHS are kept until the runner closes: to replace one would capture on live traffic.
     """
 
     def __init__(self, make: Callable[[Shape, bool], Call]) -> None:

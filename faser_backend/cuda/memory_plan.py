@@ -1,7 +1,7 @@
 """Plans a GPU's memory before anything is allocated; KV blocks get what the other uses leave.
 
-The lines are upper bounds from the shapes of calls, except two allowances: CUDA's memory per graph and cuBLAS's
-workspaces. The plan needs neither torch nor a device, so `faser doctor` can print it without a GPU.
+The lines are upper bounds from the shapes of calls, except an allowance for CUDA's memory per graph. The plan needs
+neither torch nor a device, so `faser doctor` can print it without a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ NODES_PER_LAYER = 10  # nodes of a graph; more with biases and split contexts
 NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
 GRAPH_NODE_BYTES = 16 << 10  # allowance for CUDA's device memory per node
-WORKSPACE_BYTES = 32 << 20  # allowance per pair of a thread and a stream: torch's cuBLAS workspace on sm_90
 FILTER_BYTES = 60  # per row and token while top-k and top-p sort: scores, copies, indices, sums in float64
-MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are split
+MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are split, or sums of products
+MAX_PART_SUMS = 8192  # of a row, by plugins.product
 # Rows of every captured call of a segment, without exit scores.
 MENU = (*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS))
 FRAGMENT_SHARE = 0.04  # of the memory for KV blocks; allocators round up
@@ -96,7 +96,6 @@ def plan_memory(
     chained = [spec for spec in specs[1:] if not spec.block_size]
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, config.max_num_seqs)
     nodes *= num_partitions
-    num_streams = 1 + 4 * (num_partitions - 1)  # per split two streams, each used by a lane and the stepping thread
     sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
     lines = (
         PlanLine("weights", unloaded_bytes),
@@ -107,7 +106,6 @@ def plan_memory(
         PlanLine("adapters", adapters * size // 2),
         PlanLine("scores, and top-k and top-p of some rows at once", len(models) * sampler_bytes),
         PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
-        PlanLine("cuBLAS workspaces (allowance)", num_streams * WORKSPACE_BYTES),
     )
     return MemoryPlan(free_bytes, sum(block_bytes(spec, kv_block_size, size) for spec in specs), lines)
 
@@ -122,7 +120,7 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    parts = min(num_rows, MAX_PARTS_ROWS) * spec.num_heads * (spec.head_dim + 2) * 4 * 2
+    parts = min(num_rows, MAX_PARTS_ROWS) * (spec.num_heads * (spec.head_dim + 2) * 2 + MAX_PART_SUMS) * 4
     return num_rows * per_row * size + parts
 
 

@@ -296,7 +296,7 @@ class CudaBlockRunner(CudaRunner):
         logits, weight = call.result[:num_made], self._program.head.confidence
         if weight is None:
             return logits, None
-        return logits, to_host(call.tensors["hidden_out"][:num_made].float() @ weight)[0]
+        return logits, to_host((call.tensors["hidden_out"][:num_made].float() * weight).sum(1))[0]
 
     @on_share
     def biased(self, logits: torch.Tensor, index: np.ndarray, previous: np.ndarray) -> torch.Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
@@ -28,13 +27,13 @@ from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.green_contexts import load_driver
 from faser_backend.cuda.memory_plan import plan_memory
-from faser_backend.cuda.pool import DTYPES, CudaKvPool
+from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaAdaptableRunner, CudaBlockRunner, CudaHeadRunner, CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.streams import SmMenu, SmPartition, StreamLanes, open_menu
 from faser_backend.cuda.tensorrt_programs import TensorRtPrograms
-from faser_backend.cuda.torch_programs import TorchPrograms, head_product
+from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenLanes, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
@@ -179,17 +178,6 @@ class CudaRuntime:
             self._shares.close()
 
 
-def first_products(device: torch.device, dtype: torch.dtype) -> None:
-    """Runs a tiny matrix product of every kind.
-
-    It opens this thread's handles of cuBLAS and cuBLASLt and their workspaces of the current stream, permanently.
-    """
-    rows, bias = torch.zeros((16, 16), dtype=dtype, device=device), torch.zeros(16, dtype=dtype, device=device)
-    functional.linear(rows, rows)
-    functional.linear(rows, rows, bias)
-    head_product(rows, rows, torch.empty(rows.shape, device=device))
-
-
 def _has_profiles(models: ModelPair, split: str) -> bool:
     """Tells whether every model can run on a split. TensorRT may crash on a green context without a profile."""
     buckets = [model.segments[0].buckets for model in models.present]
@@ -234,7 +222,7 @@ def open_on_device(programs: ProgramSource, models: ModelPair, kv_block_size: in
     device = current_device()
     shares, make_capturer = None, None
     if prepare_cuda():
-        shares = open_menu(torch.cuda, device.index, load_driver, lambda: first_products(device, DTYPES[dtype]))
+        shares = open_menu(torch.cuda, device.index, load_driver)
         make_capturer = GraphCapturer
     if shares is None:
         _log.warning("runtime torch: no CUDA device; computing on the CPU, which is for tests only")

@@ -8,7 +8,6 @@ torch.cuda and the driver are parameters, so all of it can be tested without a G
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,25 +21,6 @@ from faser_backend.device.partition import PartitionMenu, Result, ThreadLanes, s
 _log = logging.getLogger(__name__)
 
 
-class FirstWork:
-    """Work that a thread runs when it first queues on a stream.
-
-    Libraries open handles per thread, and workspaces per handle and stream, with their first call. That must not happen
-    during the capture of a graph.
-    """
-
-    def __init__(self, work: Callable[[], None] = lambda: None) -> None:
-        self._work = work
-        self._done = threading.local()
-
-    def ensure(self, stream: Any) -> None:
-        """Runs the work on the current stream, `stream`, unless the calling thread has done so."""
-        done: set[int] = self._done.__dict__.setdefault("streams", set())
-        if stream.cuda_stream not in done:
-            done.add(stream.cuda_stream)
-            self._work()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class SmPartition:
     """SMs of a GPU, and a stream that computes on them."""
@@ -49,13 +29,11 @@ class SmPartition:
     size: int  # SMs
     stream: Any  # torch.cuda.Stream
     cuda: Any = field(repr=False)  # torch.cuda
-    first_work: FirstWork = field(repr=False)
 
     def bind_current_thread(self) -> None:
         if self.cuda.current_stream() != self.stream:
             self.cuda.set_device(self.stream.device_index)  # also sets the context of direct driver calls
             self.cuda.set_stream(self.stream)
-            self.first_work.ensure(self.stream)
 
     @contextmanager
     def current(self) -> Iterator[None]:
@@ -67,7 +45,6 @@ class SmPartition:
         self.stream.wait_stream(caller)
         self.cuda.set_stream(self.stream)
         try:
-            self.first_work.ensure(self.stream)
             yield
         finally:
             self.cuda.set_stream(caller)
@@ -104,16 +81,14 @@ class SmMenu:
         return self.menu.whole.cuda
 
 
-def open_menu(
-    cuda: Any, device_index: int, load_driver: Callable[[], Any], first_work: Callable[[], None] = lambda: None
-) -> SmMenu:
+def open_menu(cuda: Any, device_index: int, load_driver: Callable[[], Any]) -> SmMenu:
     """Opens the shares of a GPU: none but the whole where it has no green contexts. The menu's note is logged.
 
-    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver. first_work: runs when a thread first
-    queues on a share. The whole device has a separate stream, because the default stream synchronises with others.
+    cuda: torch.cuda, initialised. load_driver: imports cuda.bindings.driver. The whole device has a separate
+    stream, because the default stream synchronises with others.
     """
     num_sms = cuda.get_device_properties(device_index).multi_processor_count
-    whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda, FirstWork(first_work))
+    whole = SmPartition("whole", num_sms, cuda.Stream(device_index), cuda)
     try:
         opened = _green_menu(whole, GreenSplits(load_driver(), device_index), device_index)
     except (DriverError, ImportError) as error:
@@ -128,7 +103,7 @@ def _green_menu(whole: SmPartition, green: GreenSplits, device_index: int) -> Sm
 
     def share(name: str, opened: GreenShare) -> SmPartition:
         stream = cuda.ExternalStream(opened.stream, device=device_index)
-        return SmPartition(name, opened.num_sms, stream, cuda, whole.first_work)
+        return SmPartition(name, opened.num_sms, stream, cuda)
 
     splits = tuple((share("draft", draft), share("target", target)) for draft, target in green.splits)
     names = ", ".join(split_name(*split) for split in splits)

@@ -30,6 +30,7 @@ from faser_backend.plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
 
@@ -51,6 +52,7 @@ class TorchSegment:
         self.model = model
         self.weights = weights
         self.num_sms = num_sms
+        self.product = MatrixProduct(weights.head.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
@@ -86,6 +88,7 @@ class SegmentCall:
         self.tensors = tensors
         self.bounds = bounds
         self.num_sms = program.num_sms
+        self.product = program.product
         self.num_splits = program.num_splits(bounds, tensors[f"k_pool.{program.spec.first_layer}"])
 
     def launch(self) -> None:
@@ -115,7 +118,7 @@ class SegmentCall:
             return
         hidden, found = self._layer(layer, hidden, found, wanted_rows=tensors["logit_rows"])  # [R, d]
         _, normed = self.norm(hidden, found, self.weights.norm)
-        head_product(normed, self.weights.head, out=tensors["logits"])
+        self.product(normed, self.weights.head, out=tensors["logits"])
         if "hidden_out" in tensors:  # of a block drafter
             tensors["hidden_out"].copy_(normed)
 
@@ -134,14 +137,14 @@ class SegmentCall:
         attended = self._attention(layer, *qkv)  # [T, H * hd]
         if wanted_rows is not None:
             attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
-        found = product(attended, weights.attention_out, weights.attention_out_bias)
+        found = self.product(attended, weights.attention_out, weights.attention_out_bias)
         self._adapt(layer, ["attention_out"], attended, found, wanted_rows)
         hidden, normed = self.norm(hidden, found, weights.mlp_norm)
-        gate_up = product(normed, weights.gate_up, weights.gate_up_bias)
+        gate_up = self.product(normed, weights.gate_up, weights.gate_up_bias)
         self._adapt(layer, ["gate", "up"], normed, gate_up, wanted_rows)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         gated_silu(gate_up, gated)
-        found = product(gated, weights.down, weights.down_bias)
+        found = self.product(gated, weights.down, weights.down_bias)
         self._adapt(layer, ["down"], gated, found, wanted_rows)
         return hidden, found
 
@@ -155,7 +158,8 @@ class SegmentCall:
             parts = found.split([module_shapes(self.model)[name][1] for name in names], dim=1)
             for name, part in zip(names, parts, strict=True):
                 if pair := adapter.pairs.get((layer, name)):
-                    part.addmm_(torch.where(has_it, rows @ pair[0], 0.0), pair[1])
+                    chosen = torch.where(has_it, self.product(rows, pair[0]), 0.0)
+                    part.add_(self.product(chosen, pair[1], out=chosen.new_empty(part.shape, dtype=torch.float32)))
 
     def _qkv(self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, Rotated]:
         """Returns the layer's input, hidden + found, and its rotated queries, keys and values."""
@@ -174,7 +178,7 @@ class SegmentCall:
         num_heads, num_kv = self.model.num_heads * has_queries, self.model.num_kv_heads
         weights, num_outputs = self.weights.layers[layer], (num_heads + 2 * num_kv) * self.model.head_dim
         bias = None if weights.qkv_bias is None else weights.qkv_bias[-num_outputs:]
-        qkv = product(normed, weights.qkv[-num_outputs:], bias)
+        qkv = self.product(normed, weights.qkv[-num_outputs:], bias)
         self._adapt(layer, "qkv", normed, qkv, None)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
@@ -230,16 +234,6 @@ class SegmentCall:
         return hidden if summed is None else summed, normed
 
 
-def product(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Returns rows [T, in] @ weight [out, in]^T + bias [out], [T, out].
-
-    The bias is added separately: cuBLASLt's fused call reads the stream's green context while it chooses a kernel,
-    which fails during capture.
-    """
-    result = functional.linear(rows, weight)
-    return result if bias is None else result.add_(bias)
-
-
 def feature_slots(slot_mapping: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
     """Returns the rows' indices into flat features [blocks, kv_block_size, ...], int64; padding uses the last block."""
     return slot_mapping.remainder(features.shape[0] * features.shape[1]).long()
@@ -249,16 +243,6 @@ def read_features(tensors: Tensors) -> torch.Tensor:
     """Returns each row's hidden states of the target, side by side: [T, num_features * hidden_size of the target]."""
     features = tensors[FEATURES]
     return features.flatten(2).flatten(0, 1).index_select(0, feature_slots(tensors["slot_mapping"], features))
-
-
-def head_product(normed: torch.Tensor, head: torch.Tensor, out: torch.Tensor) -> None:
-    """Computes out [R, V] float32 = normed [R, d] @ head [V, d]^T, without rounding to the engine's dtype."""
-    if normed.dtype == torch.float32:
-        torch.mm(normed, head.t(), out=out)
-    elif normed.is_cuda:
-        torch.mm(normed, head.t(), out_dtype=torch.float32, out=out)
-    else:  # a CPU's product has the dtype of its inputs
-        torch.mm(normed.float(), head.t().float(), out=out)
 
 
 class TorchPrograms:
@@ -326,12 +310,13 @@ class TorchJoin:
     def __init__(self, spec: SegmentSpec, weights: HeadTensors) -> None:
         self.spec = spec
         self._matrix = weights.join  # [hidden_size, num_features * hidden_size of the target]
+        self._product = MatrixProduct(weights.join.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
 
         def launch() -> None:
-            torch.mm(read_features(tensors), self._matrix.t(), out=tensors["hidden_out"])
+            self._product(read_features(tensors), self._matrix, out=tensors["hidden_out"])
 
         return launch
 
@@ -355,7 +340,7 @@ class TorchContext(_DraftSegment):
         call = SegmentCall(self, tensors, bounds)
 
         def launch() -> None:
-            joined = functional.linear(read_features(tensors), self.head.join)
+            joined = call.product(read_features(tensors), self.head.join)
             _, normed = call.norm(joined, None, self.head.hidden_norm)
             for layer in range(self.model.num_layers):
                 call.write_kv(layer, *call.rotated(layer, normed, has_queries=False))
@@ -372,7 +357,7 @@ class TorchBlock(_DraftSegment):
             return logits
         table, columns = self.head.bias
         bias = torch.empty_like(logits)
-        head_product(table.index_select(0, previous), columns, out=bias)
+        self.product(table.index_select(0, previous), columns, out=bias)
         return bias.add_(logits)
 
 
@@ -408,9 +393,9 @@ class _HeadCall(SegmentCall):
         """Writes logits [R, vocab_size] by the target's ids, which samplers use; ids without logits get -inf."""
         token_ids = self._head.token_ids
         if token_ids is None:
-            head_product(normed, self.weights.head, out=logits)
+            self.product(normed, self.weights.head, out=logits)
             return
         known = logits.new_empty(normed.shape[0], token_ids.shape[0])
-        head_product(normed, self.weights.head, out=known)
+        self.product(normed, self.weights.head, out=known)
         logits.fill_(float("-inf"))
         logits.index_copy_(1, token_ids, known)

@@ -69,13 +69,13 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
 
 
 class AdapterTensors:
-    """An adapter on a device. pairs: its matrices as in AdapterMatrices, in the engine's dtype, views of `memory`."""
+    """An adapter on a device. pairs: transposes of AdapterMatrices in the engine's dtype, views of `memory`."""
 
     def __init__(self, matrices: AdapterMatrices, dtype: torch.dtype, device: torch.device) -> None:
-        parts = [torch.from_numpy(part) for pair in matrices.values() for part in pair]
+        parts = [torch.from_numpy(part.T) for pair in matrices.values() for part in pair]
         self.memory = torch.cat([part.flatten() for part in parts]).to(device, dtype)
         views = iter(self.memory.split([part.numel() for part in parts]))
-        self.pairs = {key: [next(views).view(part.shape) for part in pair] for key, pair in matrices.items()}
+        self.pairs = {key: [next(views).view(part.shape[::-1]) for part in pair] for key, pair in matrices.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

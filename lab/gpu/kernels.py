@@ -23,6 +23,7 @@ from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
 
@@ -31,6 +32,8 @@ NUM_CASES = 24  # of each type
 # half types round the weights of the mix and the result.
 TOLERANCES = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2}
 WIDTHS = (64, 1000, 4096)  # of hidden states
+WEIGHTS = ((4096, 1024), (1024, 3072))  # outputs and inputs of products
+ROW_COUNTS = (1, 5, 16, 33, 64, 65, 200, 512)
 POISON = 7.0
 
 
@@ -136,6 +139,21 @@ def _check_gate(name: str, device: str, rng: np.random.Generator) -> float:
     return _compare(gated_silu, reference.gated_silu, (gate_up,), gate_up[:, :width])
 
 
+def _check_product(name: str, device: str, rng: np.random.Generator) -> float:
+    """Also compares bits of rows between calls; a CPU's products differ, so there is one call there."""
+    shape = WEIGHTS[int(rng.integers(len(WEIGHTS)))]
+    weight = normal(DTYPES[name], device, rng, *shape) / math.sqrt(shape[1])
+    counts = ROW_COUNTS if weight.is_cuda else (3,)
+    rows, given = normal(weight.dtype, device, rng, counts[-1], shape[1]), (weight, weight[:, 0].clone())
+    found = [torch.full((count, shape[0]), POISON, device=device) for count in counts]
+    for out in found:
+        MatrixProduct(weight.device)(rows[: len(out)], *given, out)
+    expected = torch.empty_like(found[-1])
+    reference.product(rows, *given, expected)
+    is_equal = all(torch.equal(out, found[-1][: len(out)]) for out in found)
+    return _error(found[-1], expected) if is_equal else math.inf
+
+
 def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
     """Compares scores with noise on the device with the host's definition, always in float32."""
     del name
@@ -173,6 +191,7 @@ CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
     "add_rms_norm": _check_norm,
     "rotate_heads": _check_rotation,
     "gated_silu": _check_gate,
+    "product": _check_product,
     "perturb_logits": _check_noise,
 }
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -72,7 +71,6 @@ def opened(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     *,
-    has_first_work: bool = True,
     policy: str = "fixed:3",
     change: Change = ping_pong,
     config: EngineConfig = CONFIG,
@@ -83,8 +81,7 @@ def opened(
     models = ModelPair(manifest.target, manifest.draft)
     machine = CaptureMachine()
     watch(monkeypatch, machine)
-    first_work = machine.product if has_first_work else lambda: None
-    shares = open_menu(machine, 0, FakeDriver, first_work=first_work)
+    shares = open_menu(machine, 0, FakeDriver)
     runtime = CudaRuntime(
         torch.device("cpu"),
         programs(directory, models),
@@ -113,9 +110,7 @@ def serve(loop: EngineLoop, lengths: list[int]) -> list[str]:
     return ends
 
 
-class TestFirstProducts:
-    """A cuBLAS handle belongs to a thread and cannot be opened under capture."""
-
+class TestServing:
     def test_a_served_engine_keeps_the_rules_and_captures_nothing_on_live_traffic(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -129,47 +124,14 @@ class TestFirstProducts:
             assert serve(loop, [240]) == ["length"]
             loop.close()
         assert each.counts == before and before.num_failed_captures == 0
-        assert each.machine.num_first_under_capture == 0 and not each.machine.broken
-
-    def test_shapes_that_are_warmed_on_another_thread_and_captured_on_live_traffic_break_them(
-        self, directory: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The earlier way: the building thread warms up, and the loop's thread captures a batch's second call, its
-        first product."""
-        monkeypatch.setattr("faser_backend.serving.compose.capture_menus", lambda *_, **__: None)
-        with opened(directory, monkeypatch, has_first_work=False) as each:
-            each.warm_up()
-            loop = EngineLoop(each.engine)
-            serve(loop, [240])
-            loop.close()
-        assert each.machine.num_first_under_capture > 0
-
-    def test_a_thread_that_binds_to_a_share_has_its_handle(self) -> None:
-        machine = CaptureMachine()
-        menu = open_menu(machine, 0, FakeDriver, first_work=machine.product).menu
-        menu.whole.bind_current_thread()
-        with menu.splits[0][0].current():
-            pass
-        with menu.splits[0][0].current():
-            pass
-        assert len(machine.workspaces) == 2, "one per stream that the thread queued on"
+        assert not each.machine.broken
 
 
 def bound_machine() -> CaptureMachine:
     """Returns a machine with a thread that is bound to a stream."""
     machine = CaptureMachine()
-    open_menu(machine, 0, FakeDriver, first_work=machine.product).menu.whole.bind_current_thread()
+    open_menu(machine, 0, FakeDriver).menu.whole.bind_current_thread()
     return machine
-
-
-class EvictingCallCache(CallCache):
-    """The earlier cache: it drops the oldest call with its graph."""
-
-    def __missing__(self, shape: Any) -> Any:
-        if len(self) >= 3:
-            self.pop(next(iter(self)))
-        self[shape] = self._make(shape, True)
-        return self[shape]
 
 
 class TestFailedCaptures:
@@ -187,14 +149,6 @@ class TestFailedCaptures:
             good()
         assert capturer.counts == GraphCounts(num_graphs=1, num_failed_captures=1)
         assert not machine.left_open and not machine.broken
-
-    def test_the_graph_of_a_failed_one_frees_no_workspace(self) -> None:
-        machine = bound_machine()
-        capturer = MachineCapturer(machine, GraphCounts())
-        good = capturer.capture(machine.product, "a good call")
-        capturer.capture(lambda: self.waiting(machine, []), "a call that waits")
-        good()
-        assert not machine.broken
 
     def test_garbage_is_collected_before_and_after_a_capture_only(self) -> None:
         machine, collecting = bound_machine(), []
@@ -226,25 +180,18 @@ class TestFailedCaptures:
 
 
 class TestGraphsThatStay:
-    """When a graph is destroyed, PyTorch frees the workspaces that other graphs of its stream use."""
-
-    @pytest.fixture(autouse=True)
-    def _few(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_first_shapes_keep_their_graphs_and_others_run_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("faser_backend.cuda.graphs.MAX_GRAPHS", 3)
-
-    def replayed(self, kind: type[CallCache]) -> CaptureMachine:
-        machine = bound_machine()
-        capturer = MachineCapturer(machine, GraphCounts())
-        cache = kind(
+        machine, counts, seen = bound_machine(), GraphCounts(), []
+        capturer = MachineCapturer(machine, counts)
+        cache = CallCache[int, RepeatedLaunch](
             lambda shape, captures: RepeatedLaunch(machine.product, capturer if captures else None, str(shape))
         )
         for shape in (1, 2, 3, 4, 3, 5, 6, 2, 3, 1):
             for _ in range(3):
                 cache[shape]()
-        return machine
-
-    def test_none_is_dropped_however_many_shapes_come(self) -> None:
-        assert not self.replayed(CallCache).broken
+            seen.append(counts.num_graphs)
+        assert seen == [1, 2] + [3] * 8 and list(cache) == [1, 2, 3]
 
     def test_the_tensors_that_a_graph_reads_live_as_long_as_its_call(self) -> None:
         machine = bound_machine()
@@ -255,6 +202,3 @@ class TestGraphsThatStay:
         for _ in range(3):
             call()
         assert alive() is not None
-
-    def test_dropping_the_oldest_breaks_others(self) -> None:
-        assert "a graph was replayed whose workspace had been freed" in self.replayed(EvictingCallCache).broken

@@ -16,11 +16,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from faser_backend.cuda import sampler, torch_programs, transfer
+from faser_backend.cuda import sampler, transfer
 from faser_backend.cuda.pool import LogitsBuffer
-from faser_backend.cuda.runtime import first_products
 from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.plugins import perturb_logits as noise_kernel
+from faser_backend.plugins import product as product_kernel
 from tests.support.fake_cuda import FakeDriver
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +58,9 @@ def faked(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> I
     def on_grid(kernel: Any, *grid: int) -> Any:
         return lambda *arguments, **options: launched.append((kernel.__name__, grid, arguments))
 
-    monkeypatch.setattr(noise_kernel, "on_grid", on_grid)
+    for module in (noise_kernel, product_kernel):
+        monkeypatch.setattr(module, "on_grid", on_grid)
+    monkeypatch.setattr(product_kernel, "compute_capability", lambda _: 90)
     with FakeTensorMode(allow_non_fake_inputs=True), Indexing():
         yield
 
@@ -93,16 +95,18 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_head_gives_float32_whatever_its_weights_are(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    with faked([], monkeypatch):
-        logits = LogitsBuffer(CUDA).rows(3, VOCAB)
-        torch_programs.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 16, dtype=dtype), logits)
-        assert (logits.dtype, tuple(logits.shape), logits.device) == (torch.float32, (3, VOCAB), CUDA)
-        bias = torch_programs.product(empty(3, 16, dtype=dtype), empty(8, 16, dtype=dtype), empty(8, dtype=dtype))
-        assert bias.shape == (3, 8) and bias.dtype == dtype
-        first_products(CUDA, dtype)
-        with pytest.raises(RuntimeError):  # the check notices a wrong shape
-            torch_programs.head_product(empty(3, 16, dtype=dtype), empty(VOCAB, 15, dtype=dtype), logits)
+def test_products_of_few_rows_have_a_program_for_each_part(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    launched: list[tuple[Any, ...]] = []
+    with faked(launched, monkeypatch):
+        weight, product = empty(130, 2048, dtype=dtype), product_kernel.MatrixProduct(CUDA)
+        for num_rows in (3, 65):
+            logits = LogitsBuffer(CUDA).rows(num_rows, 130)
+            product(empty(num_rows, 2048, dtype=dtype), weight, weight[:, 0].clone(), logits)
+        assert product(empty(3, 16, dtype=dtype), empty(9, 16, dtype=dtype)).dtype == dtype
+    grids = (1, 3, 4), ((2, 3, 1) if dtype == torch.float32 else (1, 2, 1)), (1, 1, 1)
+    assert [(name, grid) for name, grid, _ in launched] == [("product_kernel", grid) for grid in grids]
+    few, *others = (arguments[9] for *_, arguments in launched)
+    assert (few.shape, few.dtype, others) == ((4, 3, 130), torch.float32, [None, None])
 
 
 def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,11 @@
 """Permanent errors of a GPU end the engine, answer its requests and are reported; other errors fail one step."""
 
 import threading
-from collections.abc import Callable
 
 import pytest
-import torch
 
 from faser_backend.core.errors import FaserError
 from faser_backend.cuda.graphs import is_fatal
-from faser_backend.cuda.runtime import first_products
-from faser_backend.cuda.torch_programs import product
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.engine_loop import EngineLoop, Subscription
 from tests.support.harness import FakeEngine, open_fake, request
@@ -123,37 +119,3 @@ def test_an_engine_that_cannot_be_prepared_is_closed_and_says_why() -> None:
     with pytest.raises(FaserError, match="warm-up failed"):
         EngineLoop(fake.engine)
     assert threads == ["engine-loop"] and closed == [1]
-
-
-def calls_of(work: Callable[[], object]) -> list[str]:
-    """Returns the products that torch was asked for, in order; a product with a bias uses cuBLASLt."""
-    calls: list[str] = []
-
-    class Recorded(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            name = getattr(function, "__name__", str(function))
-            if name in {"linear", "addmm", "mm", "add_", "add"}:
-                has_bias = name == "addmm" or (name == "linear" and len(args) > 2 and args[2] is not None)
-                calls.append("product with bias" if has_bias else "add" if name.startswith("add") else "product")
-            return function(*args, **(kwargs or {}))
-
-    with Recorded():
-        work()
-    return calls
-
-
-class TestProducts:
-    """cuBLASLt reads the stream's green context, which fails during a capture: products with a bias avoid it, and a
-    thread has opened it before."""
-
-    def test_a_bias_is_added_behind_its_product(self) -> None:
-        rows, weight, bias = torch.randn(3, 8), torch.randn(5, 8), torch.randn(5)
-        assert calls_of(lambda: product(rows, weight, bias)) == ["product", "add"]
-        assert calls_of(lambda: product(rows, weight, None)) == ["product"]
-        torch.testing.assert_close(product(rows, weight, bias), rows @ weight.T + bias)
-        fused = calls_of(lambda: torch.nn.functional.linear(rows, weight, bias))
-        assert fused == ["product with bias"], "the check sees one"
-
-    def test_a_thread_opens_both_libraries_first(self) -> None:
-        calls = calls_of(lambda: first_products(torch.device("cpu"), torch.float32))
-        assert calls[:2] == ["product", "product with bias"]

@@ -27,6 +27,7 @@ from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import perturb_logits
+from faser_backend.plugins.product import SPLIT_OUTPUTS, MatrixProduct, parts_of
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention, pruned_chunk_attention_kernel
 from faser_backend.plugins.rotate_heads import rotate_heads
 from tests.support.kernel_cases import check
@@ -132,6 +133,9 @@ def test_rows_whose_shapes_and_types_do_not_fit_are_refused():
         add_rms_norm(torch.zeros(1, 20_000), None, weight, 1e-5, None, rows)
     with pytest.raises(ValueError, match=r"gate_up: shape \[2, 8\], expected \[2, 6\]"):
         gated_silu(rows, torch.zeros(2, 3))
+    for name, given in (("weight", (rows[:, 1:],)), ("bias", (rows, rows[0])), ("out", (rows, None, rows))):
+        with pytest.raises(ValueError, match=f"{name}: shape"):
+            MatrixProduct(rows.device)(rows, *given)
     qkv, table, positions = torch.zeros(2, 4, 8), torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="q_norm and k_norm"):
         rotate_heads(qkv, positions, table, table, torch.zeros(2, 3, 8), num_heads=2, q_norm=weight)
@@ -191,6 +195,15 @@ def test_launches_fit_their_device(capability, element_bytes, head_dim):
             assert config.block_m >= max(16, group)
             assert 16 <= config.block_c <= config.block_n <= 128
             assert all(n & (n - 1) == 0 for n in config[:3])
+
+
+def test_parts_of_sums_are_few_long_and_cover_them():
+    for num_outputs in (1, 64, 65, 960, 1024, 4096, 6144, 151_936):
+        for size in (1, 8, 576, 1023, 1024, 1100, 3072, 12_288):
+            num_parts, length = parts_of(num_outputs, size)
+            assert (num_parts - 1) * length < size <= num_parts * length and length % 128 == 0
+            assert num_parts == 1 or (length >= 512 and -(-num_outputs // SPLIT_OUTPUTS) <= 64)
+    assert [parts_of(*shape)[0] for shape in ((6144, 4096), (4096, 4096), (1024, 3072), (64, 12_288))] == [1, 2, 4, 16]
 
 
 @pytest.mark.parametrize(("head_dim", "group", "name"), [(0, 1, "head_dim"), (257, 1, "head_dim"), (64, 33, "query")])

@@ -10,8 +10,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from faser_backend.lab.gpu.kernel_cases import Shape, make_call
+from faser_backend.plugins import product, split_combine
 from faser_backend.plugins import pruned_chunk_attention as attention
-from faser_backend.plugins import split_combine
 from faser_backend.plugins.add_rms_norm import add_rms_norm_kernel, num_warps
 from faser_backend.plugins.attention_config import launch_config, padded_head_dim, shared_bytes, shared_limit
 from faser_backend.plugins.exit_scores import BLOCK_C, exit_scores_kernel
@@ -147,6 +147,31 @@ def test_small_kernels_compile(capability, name):
     assert re.search(wide, compiled.ptx) or name == "write_kv_kernel", "wide loads"
     # Near 1, where noise is largest, a GPU's fast logarithm has almost no correct digit.
     assert "lg2.approx" not in compiled.ptx
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    ("dtype", "num_outputs", "size"),
+    [("bf16", 6144, 1024), ("fp16", 1024, 3072), ("bf16", 960, 576), ("fp32", 64, 1024)],
+)
+def test_products_compile_within_their_device(capability, dtype, num_outputs, size):
+    num_parts, _ = product.parts_of(num_outputs, size)
+    for num_rows in (1, 20, 64, 200, 600):
+        is_split, tile = num_rows <= 64, product.tile_of(num_rows, num_parts, ELEMENT_BYTES[dtype], capability)
+        signature = dict.fromkeys(("rows", "weight", "bias", "out"), f"*{dtype}:16") | {"num_rows": "i32"}
+        signature |= dict.fromkeys(("row_stride", "num_outputs", "size", "part_length"), "i32:16")
+        signature |= {"num_parts": "i32"} if num_parts > 1 else {}
+        signature |= {"part_sums": "*fp32:16", "arrived": "*i32:16"} if num_parts > 1 and is_split else {}
+        constants = tile.constants(size, in_turn=num_parts > 1 and not is_split)
+        constants |= dict.fromkeys({"part_sums", "arrived"} - set(signature))
+        constants |= {"num_parts": 1} if num_parts == 1 else {}
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        compiled = compile_kernel(product.product_kernel, signature, constants, capability, **options)
+        assert compiled.shared_bytes <= shared_limit(capability) and assemble(compiled)[1] <= 16
+        assert "cp.async.cg.shared.global" in compiled.ptx and "cp.async.ca" not in compiled.ptx  # 16 bytes at once
+        assert ("fma" if dtype == "fp32" else "wgmma" if capability == 90 else "mma.sync") in compiled.ptx
+        tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
+        assert max(tiles_ahead) >= 2 * (tile.num_stages - 2), "rows and weights are not loaded ahead"
 
 
 @pytest.mark.parametrize("name", OPTIONAL)

@@ -1,8 +1,5 @@
 """A fake of what PyTorch does around graph captures, with its rules, for code that runs on torch's CPU device.
 
-- A thread opens its cuBLAS handle with its first product. Under capture that fails, and the capture is lost.
-- A handle has a workspace per stream, opened with the first product there. A graph keeps its address. Whenever a graph
-  is destroyed, PyTorch frees the workspaces of the stream that it was captured on, even while others use them.
 - A capture that fails leaves the allocator in the graph's pool, until that is ended; a pool that is being
   allocated into takes no other capture.
 - A capturing thread may not wait for the device; trying loses the capture.
@@ -21,37 +18,27 @@ from faser_backend.cuda.segment import Launch
 from tests.support.fake_cuda import FakeCuda, FakeStream
 
 
-class Workspace:
-    is_freed = False
-
-
 class CaptureMachine(FakeCuda):
     """The parts of torch.cuda that shares and captures use. `product` is a matrix product on the calling thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.broken: list[str] = []
-        self.num_first_under_capture = 0  # products that were the first of their thread
-        self.workspaces: dict[tuple[int, int], Workspace] = {}  # by thread and stream
         self.left_open: set[Any] = set()  # pools of captures that failed
-        self._threads_with_handle: set[int] = set()
         self.guard = threading.RLock()
         self._pools = count(1)
         self.thread = threading.local()
         machine = self
 
         class CUDAGraph:
-            def __init__(self) -> None:
-                self.workspaces: set[Workspace] = set()
-                self.stream = 0
-                self.is_lost = False
+            is_lost = False
 
             def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
                 with machine.guard:
                     if pool in machine.left_open:
                         raise RuntimeError(f"pool {pool} is being recorded to already")
-                    self.pool, self.stream = pool, machine.current_stream().cuda_stream
-                    assert self.stream, "the default stream cannot be captured"
+                    self.pool = pool
+                    assert machine.current_stream().cuda_stream, "the default stream cannot be captured"
                     machine.thread.capturing = self
 
             def capture_end(self) -> None:
@@ -62,13 +49,7 @@ class CaptureMachine(FakeCuda):
                         raise RuntimeError("operation failed due to a previous error during capture")
 
             def replay(self) -> None:
-                if any(workspace.is_freed for workspace in self.workspaces):
-                    machine.broken.append("a graph was replayed whose workspace had been freed")
-
-            def __del__(self) -> None:
-                with machine.guard:
-                    for key in [key for key in machine.workspaces if key[1] == self.stream]:
-                        machine.workspaces.pop(key).is_freed = True
+                pass
 
         self.CUDAGraph = CUDAGraph
 
@@ -93,20 +74,9 @@ class CaptureMachine(FakeCuda):
             self.set_stream(caller)
 
     def product(self) -> None:
-        if getattr(self.thread, "is_replaying", False):
-            return
-        thread, stream, graph = threading.get_ident(), self.current_stream().cuda_stream, self._capturing()
+        """Takes memory, unless a graph replays it."""
         with self.guard:
-            if thread not in self._threads_with_handle:
-                if graph is not None:
-                    graph.is_lost = True
-                    self.num_first_under_capture += 1
-                    raise RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`")
-                self._threads_with_handle.add(thread)
-            workspace = self.workspaces.setdefault((thread, stream), Workspace())
-            if graph is not None:
-                graph.workspaces.add(workspace)
-            elif self.left_open:
+            if self.left_open and self._capturing() is None and not getattr(self.thread, "is_replaying", False):
                 self.broken.append("memory was taken from the pool of a failed capture")
 
     def wait(self) -> None:
@@ -166,7 +136,6 @@ def watch(monkeypatch: Any, machine: CaptureMachine) -> None:
 
         monkeypatch.setattr(module, name, noticed)
 
-    for name in ("product", "head_product"):
-        before(torch_programs, name, machine.product)
+    before(torch_programs.MatrixProduct, "__call__", machine.product)
     for module in (draft_loop, sampler):
         before(module, "to_host", machine.wait)

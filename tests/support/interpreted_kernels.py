@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 from faser_backend.cuda.call_shapes import ROW_COUNTS
 from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_call, random_shape
+from faser_backend.plugins import product as products
 from faser_backend.plugins import pruned_chunk_attention as attention
 from faser_backend.plugins import reference
 from faser_backend.plugins.add_rms_norm import add_rms_norm
@@ -26,6 +27,7 @@ from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.rotate_heads import rotate_heads
 from tests.support.kernel_cases import check, small_tiles
 
@@ -379,6 +381,47 @@ def test_gated_silu(dtype, size):
     gated_silu(gate_up, out)
     reference.gated_silu(gate_up, wanted)
     close(out, wanted)
+
+
+PRODUCT = MatrixProduct(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "num_outputs", "size"), [(0, 3, 8), (3, 70, 1100), (65, 129, 1100), (530, 3, 8)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products(dtype, num_rows, num_outputs, size, has_bias):
+    torch.manual_seed(3)
+    rows, weight = torch.randn(num_rows, size + 8).to(dtype)[:, :size], torch.randn(num_outputs, size).to(dtype) / 32
+    bias = torch.randn(num_outputs).to(dtype) if has_bias else None
+    for kind in {dtype, torch.float32}:
+        out, wanted = (torch.full((num_rows, num_outputs), NAN, dtype=kind) for _ in range(2))
+        PRODUCT(rows, weight, bias, out)
+        reference.product(rows, weight, bias, wanted)
+        if num_rows:
+            close(out, wanted)
+    assert not PRODUCT._arrived.any()
+
+
+def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
+    """Also in any order of programs. Numpy's products sum by their sizes, so here they sum as a GPU does, in order."""
+
+    def in_order(self, a, b, sums, *_):
+        data = sums.data
+        for k in range(a.data.shape[1]):
+            data = data + a.data[:, k, None] * b.data[k]
+        return interpreter.TensorHandle(data, sums.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", in_order)
+    torch.manual_seed(4)
+    rows, weight, found = torch.randn(200, 1100), torch.randn(65, 1100), []
+    for num_rows in (200, 70, 33, 16, 5, 1):
+        found.append(torch.full((num_rows, 65), NAN))
+        PRODUCT(rows[:num_rows], weight, None, found[-1])
+        shuffle(monkeypatch, num_rows)
+    assert products.parts_of(65, 1100) == (2, 640) and all(torch.equal(each, found[0][: len(each)]) for each in found)
+    monkeypatch.setattr(products, "parts_of", lambda *_: (1, 1152))
+    PRODUCT(rows[:1], weight, None, found[-1])
+    assert not torch.equal(found[-1], found[0][:1]), "the control, whose parts show"
 
 
 # -- temperature and noise ---------------------------------------------------------------------------------------------

@@ -1,0 +1,178 @@
+# ruff: noqa: PLR0917 (kernels take their arguments by position)
+"""Matrix products whose rows have the same bits in every call, whatever the number of its rows.
+
+Libraries choose a kernel, and with it the order of a sum, by the number of rows. Here an element is always summed in
+float32 in ascending order within parts, and then over parts in order, and the parts depend on the weight's shape alone.
+A call of few rows is bound by reading the weight: each part has its own program, and the last to arrive adds them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from faser_backend.plugins import reference
+from faser_backend.plugins.attention_config import ANY, shared_limit
+from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, compute_capability, on_grid, runs_kernel
+
+SPLIT_ROWS = 64  # calls of at most so many rows have a program per part
+SPLIT_OUTPUTS = 64  # outputs of such a program
+SPLIT_PROGRAMS = 128  # the most that parts may lead to: about the SMs of a GPU
+MIN_PART = 512  # values
+PART_MULTIPLE = 128  # of BLOCK_K, so that parts end with a step
+
+
+class ProductTile(NamedTuple):
+    block_n: int  # outputs
+    block_t: int  # rows
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def constants(self, size: int, *, in_turn: bool) -> dict[str, int]:
+        """Returns the constants of the kernel for sums of `size` products."""
+        blocks = {"BLOCK_N": self.block_n, "BLOCK_T": self.block_t, "BLOCK_K": self.block_k}
+        return {**blocks, "HAS_TAIL": size % self.block_k > 0, "IN_TURN": in_turn}
+
+
+HALF_TILES = {  # by the most rows of a call
+    16: ProductTile(SPLIT_OUTPUTS, 16, 128, 4, 4),
+    32: ProductTile(SPLIT_OUTPUTS, 32, 128, 4, 3),
+    SPLIT_ROWS: ProductTile(SPLIT_OUTPUTS, 64, 128, 4, 3),
+    ANY: ProductTile(128, 128, 64, 8, 4),
+}
+FLOAT_TILES = {16: ProductTile(SPLIT_OUTPUTS, 16, 32, 4, 2), ANY: ProductTile(SPLIT_OUTPUTS, 64, 16, 4, 2)}
+MANY_ROWS = 512
+LARGE_TILE = ProductTile(128, 256, 64, 8, 3)  # from MANY_ROWS on, if there is one part: its sums fill the registers
+
+
+def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
+    """Returns the number of parts of a sum of `size` products, and their length."""
+    parts, programs = 1, -(-num_outputs // SPLIT_OUTPUTS)
+    while 2 * parts * programs <= SPLIT_PROGRAMS and size >= 2 * parts * MIN_PART:
+        parts *= 2
+    length = -(-size // (parts * PART_MULTIPLE)) * PART_MULTIPLE
+    return -(-size // length), length
+
+
+def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int = 90) -> ProductTile:
+    """Returns the tile of a call, with as many stages as shared memory holds."""
+    tiles, has_warp_groups = FLOAT_TILES if element_bytes == 4 else HALF_TILES, capability // 10 == 9
+    tile = next(tile for most, tile in tiles.items() if num_rows <= most)
+    if element_bytes == 2 and num_rows >= MANY_ROWS and num_parts == 1 and has_warp_groups:
+        tile = LARGE_TILE
+    fitting = shared_limit(capability) // ((tile.block_n + tile.block_t) * tile.block_k * element_bytes)
+    # A warp-group product reads its operands in shared memory; others hold one stage in registers.
+    return tile._replace(num_stages=min(tile.num_stages, fitting + (not has_warp_groups)))
+
+
+@triton.jit
+def sum_part(
+    inputs, weights, dims, is_row, is_output, start, length, size, BLOCK_K: tl.constexpr, HAS_TAIL: tl.constexpr
+):
+    """Returns the sums [BLOCK_N, BLOCK_T] of a part's products, from value `start` on, in ascending order."""
+    sums = tl.zeros([is_output.shape[0], is_row.shape[1]], tl.float32)
+    for first in range(start, tl.minimum(start + length, size), BLOCK_K):
+        is_dim = first + dims < size
+        left_mask = is_output & is_dim[None, :] if HAS_TAIL else is_output
+        right_mask = is_row & is_dim[:, None] if HAS_TAIL else is_row
+        left = tl.load(weights + first, mask=left_mask, other=0.0)
+        right = tl.load(inputs + first, mask=right_mask, other=0.0)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def product_kernel(
+    rows,  # [T, size], rows row_stride apart
+    weight,  # [num_outputs, size]
+    bias,  # [num_outputs]; None without
+    row_stride,
+    num_rows,
+    num_outputs,
+    size,
+    part_length,
+    num_parts,
+    part_sums,  # [num_parts, T, num_outputs] float32; None unless each part has its program
+    arrived,  # [num_programs(1)] int32, zero before and after
+    out,  # [T, num_outputs]
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_TAIL: tl.constexpr,  # size is no multiple of BLOCK_K
+    IN_TURN: tl.constexpr,  # a program adds all parts
+):
+    """Grid: (T / BLOCK_T, num_outputs / BLOCK_N, num_parts or 1), rounded up; a weight's tile is read by neighbours."""
+    row = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)[None, :]
+    output = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+    is_row, is_output = row < num_rows, output < num_outputs
+    dims = tl.arange(0, BLOCK_K)
+    inputs = rows + row * row_stride + dims[:, None]
+    weights = weight + output * size + dims[None, :]
+    operands = (inputs, weights, dims, is_row, is_output)
+    if IN_TURN:
+        sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(0, size, part_length):
+            sums += sum_part(*operands, start, part_length, size, BLOCK_K, HAS_TAIL)
+    else:
+        sums = sum_part(*operands, tl.program_id(2) * part_length, part_length, size, BLOCK_K, HAS_TAIL)
+    elements = row * num_outputs + output
+    is_element = is_row & is_output
+    if part_sums is not None:
+        stride = num_rows.to(tl.int64) * num_outputs
+        tl.store(part_sums + tl.program_id(2) * stride + elements, sums, mask=is_element)
+        tl.debug_barrier()  # one thread counts for all
+        counter = arrived + tl.program_id(1)
+        if tl.atomic_add(counter, 1, sem="acq_rel") < num_parts - 1:
+            return
+        tl.store(counter, 0)
+        sums = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for part in range(num_parts):  # from L2, which the other programs wrote to
+            sums += tl.load(part_sums + part * stride + elements, mask=is_element, other=0.0, cache_modifier=".cg")
+    if bias is not None:
+        sums += tl.load(bias + output, mask=is_output, other=0.0).to(tl.float32)
+    tl.store(out + elements, sums.to(out.dtype.element_ty), mask=is_element)
+
+
+class MatrixProduct:
+    """Products of one caller, whose calls never overlap: streams that may run at the same time have one each.
+
+    It owns the counters of programs, which lie outside of any CUDA graph and are zero between calls.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrived = torch.zeros(SPLIT_PROGRAMS // 2, dtype=torch.int32, device=device)
+
+    def __call__(
+        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Returns rows [T, K] @ weight [N, K]^T + bias [N], [T, N], in `out` if given; queued on the current stream.
+
+        All are of one type, except that `out` may be float32. Raises ValueError if shapes or types do not match.
+        """
+        (num_rows, size), num_outputs = rows.shape, weight.shape[0]
+        out = rows.new_empty(num_rows, num_outputs) if out is None else out
+        check_tensor("rows", rows, (num_rows, size), *FLOAT_DTYPES, may_have_row_stride=True)
+        check_tensor("weight", weight, (num_outputs, size), rows.dtype)
+        if bias is not None:
+            check_tensor("bias", bias, (num_outputs,), rows.dtype)
+        check_tensor("out", out, (num_rows, num_outputs), rows.dtype, torch.float32)
+        if not runs_kernel(product_kernel, rows):
+            reference.product(rows, weight, bias, out)
+        elif num_rows:
+            num_parts, length = parts_of(num_outputs, size)
+            tile = tile_of(num_rows, num_parts, rows.element_size(), compute_capability(rows))
+            is_split = num_parts > 1 and num_rows <= SPLIT_ROWS
+            sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
+            grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
+            on_grid(product_kernel, *grid)(
+                *(rows, weight, bias, rows.stride(0), num_rows, num_outputs, size, length, num_parts),
+                *(sums, self._arrived if is_split else None, out),
+                **tile.constants(size, in_turn=num_parts > 1 and not is_split),
+                num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )
+        return out
