@@ -12,14 +12,13 @@ from typing import NamedTuple
 SHARED_LIMITS = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 32
-MIN_TOKENS_PER_SPLIT = 256  # with less, reading the parts back costs more than parallelism saves
+PART_TOKENS = 256  # with fewer, reading the parts back costs more than parallelism saves
 PROGRAMS_PER_SM = 2  # resident at once in decode and verification; see docs/kernels.md
 
 
 class LaunchConfig(NamedTuple):
     block_m: int  # (row, query head) pairs of a program
-    block_n: int  # tokens of context per iteration
-    block_c: int  # rows of the chunk per iteration
+    block_n: int  # tokens per iteration
     num_warps: int
     num_stages: int
 
@@ -33,7 +32,6 @@ class LaunchConfig(NamedTuple):
             "SCALE_LOG2": head_dim**-0.5 * math.log2(math.e),
             "BLOCK_M": self.block_m,
             "BLOCK_N": self.block_n,
-            "BLOCK_C": self.block_c,
             "BLOCK_D": padded_head_dim(head_dim),
             "MOST_PARTS": MAX_SPLITS,
         }
@@ -47,25 +45,25 @@ class Tile(NamedTuple):
 
     num_pairs: int
     block_m: int
-    tile_bytes: int  # of keys per iteration, which gives block_n
     num_warps: int
     num_stages: int
 
 
+TILE_BYTES = {2: 16_384, 4: 8_192}  # keys per iteration, by the bytes of an element; for all pairs, as bits depend on it
 HALF_TILES = (  # float16 and bfloat16, on tensor cores
-    Tile(16, 16, 16_384, 4, 3),
-    Tile(32, 32, 16_384, 4, 3),
-    Tile(256, 64, 8_192, 4, 4),
-    Tile(ANY, 128, 16_384, 8, 3),
+    Tile(16, 16, 4, 3),
+    Tile(32, 32, 4, 3),
+    Tile(256, 64, 8, 3),
+    Tile(ANY, 128, 8, 3),
 )
 WIDE_HALF_TILES = (  # head_dim above 128, or no warp-group products: 128 pairs would spill registers
-    Tile(16, 16, 16_384, 4, 3),
-    Tile(32, 32, 16_384, 4, 3),
-    Tile(ANY, 64, 16_384, 8, 3),
+    Tile(16, 16, 4, 3),
+    Tile(32, 32, 4, 3),
+    Tile(ANY, 64, 8, 3),
 )
 FLOAT_TILES = (  # float32: exact products without tensor cores, so small tiles
-    Tile(16, 16, 8_192, 8, 3),
-    Tile(ANY, 32, 4_096, 8, 2),
+    Tile(16, 16, 8, 3),
+    Tile(ANY, 32, 8, 2),
 )
 
 
@@ -88,12 +86,11 @@ def launch_config(element_bytes: int, head_dim: int, group: int, max_rows: int, 
     if not 1 <= group <= tiles[-1].block_m:
         raise ValueError(f"query heads per KV head = {group}: must be 1 to {tiles[-1].block_m}")
     tile = next(t for t in tiles if t.num_pairs >= group * max_rows and t.block_m >= group)
-    block_n = min(128, max(16, tile.tile_bytes // row_bytes))
-    block_c = min(block_n, max(16, 1 << (max_rows - 1).bit_length()))
+    block_n = min(64, max(16, TILE_BYTES[element_bytes] // row_bytes))
     num_stages = tile.num_stages
     while num_stages > 2 and shared_bytes(tile.block_m, block_n, num_stages, row_bytes) > shared_limit(capability):
         num_stages -= 1
-    return LaunchConfig(tile.block_m, block_n, block_c, tile.num_warps, num_stages)
+    return LaunchConfig(tile.block_m, block_n, tile.num_warps, num_stages)
 
 
 def shared_bytes(block_m: int, block_n: int, num_stages: int, row_bytes: int) -> int:
@@ -113,12 +110,14 @@ def num_tiles(num_rows: int, num_sequences: int, tile_rows: int) -> int:
     return num_rows // tile_rows + num_sequences
 
 
-def choose_num_splits(num_sequences: int, num_kv_heads: int, max_context: int, num_sms: int, num_tiles: int = 1) -> int:
-    """Returns the number of parts for contexts of up to `max_context` tokens, so that a call fills `num_sms`.
+def part_tokens(max_context: int) -> int:
+    """Returns the tokens of a part for a model's contexts, so that none has more than MAX_SPLITS parts."""
+    return max(PART_TOKENS, -(-max_context // (MAX_SPLITS * 128)) * 128)  # a multiple of any block_n
 
-    num_tiles: row tiles per sequence and KV head, 1 for decoding and verification.
+
+def choose_num_splits(num_kv_heads: int, num_parts: int, num_sms: int, num_tiles: int) -> int:
+    """Returns num_parts if parts get programs of their own, else 1, so that a call fills `num_sms`.
+
+    num_tiles: row tiles of the call per KV head.
     """
-    num_programs = max(1, num_sequences * num_kv_heads * num_tiles)
-    fitting = PROGRAMS_PER_SM * num_sms // num_programs
-    worthwhile = max_context // MIN_TOKENS_PER_SPLIT
-    return max(1, min(fitting, worthwhile, MAX_SPLITS))
+    return num_parts if PROGRAMS_PER_SM * num_sms >= 2 * num_kv_heads * num_tiles else 1

@@ -1,8 +1,13 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""The steps of the attention kernel: its items, online softmax over the context, then over the chunk, and the writes.
+"""The steps of the attention kernel: its items, online softmax over the tokens of a part, and the writes.
 
-Device functions that pruned_chunk_attention_kernel inlines. In all of them, dims [1, BLOCK_D] are the
-head's dimensions, padded. row_max, row_sum [BLOCK_M] and mixed [BLOCK_M, BLOCK_D] are the running softmax.
+Device functions that pruned_chunk_attention_kernel inlines. In all of them, dims [1, BLOCK_D] are the head's
+dimensions, padded. row_max [BLOCK_M], row_sum [BLOCK_M, 8] (equal columns) and mixed [BLOCK_M, BLOCK_D] are a running
+softmax.
+
+A row's bits depend on its own tokens alone: tiles of BLOCK_N tokens and parts begin at multiples of their sizes,
+counted from the sequence's first token, tokens that a row does not see change nothing, and all sums are `dot`s, which
+add in ascending order for any BLOCK_M, or joins of parts in order.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -15,21 +20,13 @@ import triton.language as tl
 
 
 @triton.jit
-def divide(context, num_splits, min_part_tokens, BLOCK_N: tl.constexpr):
-    """Returns the tokens of each part of a context but the last, at least min_part_tokens, and the number of parts."""
-    part_len = tl.cdiv(tl.cdiv(context, BLOCK_N), num_splits) * BLOCK_N
-    part_len = tl.maximum(part_len, tl.maximum(min_part_tokens, BLOCK_N))
-    return part_len, tl.maximum(tl.cdiv(context, part_len), 1)
-
-
-@triton.jit
 def find_item(
-    item, cu_rows, context_lens, num_sequences, num_rows, max_context, num_splits, min_part_tokens,
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr,
+    item, cu_rows, context_lens, num_sequences, num_rows, max_context, num_splits, part_tokens,
+    ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Finds a KV head's item number `item`; returns its sequence, its number there, and the number of all items.
 
-    An item is a row tile of a sequence and a part with tokens of its context, or the only part of an empty one.
+    An item is a row tile of a sequence and a part of its tokens; the last of num_splits items takes all later parts.
     A sequence whose lengths exceed the call has none, because TensorRT times a layer on arbitrary contents.
     """
     sequence, before, total = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
@@ -39,7 +36,7 @@ def find_item(
         last = tl.load(cu_rows + index + 1, mask=index < num_sequences, other=0)
         context = tl.load(context_lens + index, mask=index < num_sequences, other=0)
         is_within = (first >= 0) & (first <= last) & (last <= num_rows) & (context >= 0) & (context <= max_context)
-        _, num_parts = divide(context, num_splits, min_part_tokens, BLOCK_N)
+        num_parts = tl.minimum(tl.cdiv(context + last - first, part_tokens), num_splits)
         count = tl.where(is_within, tl.cdiv(last - first, ROWS) * num_parts, 0)
         is_before = total + tl.cumsum(count, 0) <= item
         sequence += tl.sum(is_before.to(tl.int32), 0)
@@ -54,11 +51,24 @@ def attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * SCALE_LOG2
     scores = tl.where(visible, scores, float("-inf"))
     new_max = tl.maximum(row_max, tl.max(scores, 1))
-    shrink = tl.exp2(row_max - new_max)
-    weights = tl.exp2(scores - new_max[:, None])
-    row_sum = row_sum * shrink + tl.sum(weights, 1)
-    mixed = tl.dot(weights.to(values.dtype), values, mixed * shrink[:, None], input_precision="ieee")
+    base = tl.where(new_max > float("-inf"), new_max, 0.0)  # a row that has seen no token yet
+    shrink = tl.exp2(row_max - base)[:, None]
+    weights = tl.exp2(scores - base[:, None]).to(values.dtype)
+    # tl.sum would add in an order that depends on BLOCK_M.
+    ones = tl.full([keys.shape[0], 8], 1.0, tl.float32).to(values.dtype)
+    row_sum = tl.dot(weights, ones, row_sum * shrink, input_precision="ieee")
+    mixed = tl.dot(weights, values, mixed * shrink, input_precision="ieee")
     return new_max, row_sum, mixed
+
+
+@triton.jit
+def join(row_max, row_sum, mixed, part_max, part_sum, part_mixed):
+    """Adds the softmax of a part to that of the parts before it; sums [BLOCK_M]. Without tokens it changes nothing."""
+    new_max = tl.maximum(row_max, part_max)
+    base = tl.where(new_max > float("-inf"), new_max, 0.0)
+    shrink, weight = tl.exp2(row_max - base), tl.exp2(part_max - base)
+    mixed = mixed * shrink[:, None] + part_mixed * weight[:, None]
+    return new_max, row_sum * shrink + part_sum * weight, mixed
 
 
 @triton.jit
@@ -69,42 +79,30 @@ def _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def attend_context(
-    query, k_head, v_head, table, num_blocks, start, end, row_max, row_sum, mixed, dims,
+def attend_tokens(
+    query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, start, end, context, last_seen,
+    row_max, row_sum, mixed, dims,
     HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Attends to tokens [start, end) of the pool, which earlier calls wrote. All rows see them."""
+    """Attends to tokens [start, end): those of the context in the pool, which all rows see, then rows of the chunk.
+
+    A row of the chunk is seen up to last_seen [BLOCK_M], and not read through the pool: others may write it.
+    """
+    last_seen = tl.minimum(last_seen, end - context - 1)
     token = start + tl.arange(0, BLOCK_N)
-    block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
+    block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
     for _ in range(start, end, BLOCK_N):
-        is_token = token < end
-        slot = block.to(tl.int64) * KV_BLOCK_SIZE + token % KV_BLOCK_SIZE
-        elements = slot[:, None] * HEAD_DIM + dims
-        is_value = is_token[:, None] & (dims < HEAD_DIM)  # other memory may hold anything
-        keys = tl.load(k_head + elements, mask=is_value, other=0.0)
-        values = tl.load(v_head + elements, mask=is_value, other=0.0)
+        row = token - context
+        slot = (block.to(tl.int64) * KV_BLOCK_SIZE + token % KV_BLOCK_SIZE)[:, None] * HEAD_DIM
+        new, is_old = row.to(tl.int64)[:, None], (row < 0)[:, None]
+        is_value = (token < end)[:, None] & (dims < HEAD_DIM)  # other memory may hold anything
+        keys = tl.load(tl.where(is_old, k_head + slot, k_rows + new * k_stride) + dims, mask=is_value, other=0.0)
+        values = tl.load(tl.where(is_old, v_head + slot, v_rows + new * v_stride) + dims, mask=is_value, other=0.0)
+        visible = row[None, :] <= last_seen[:, None]
         # The table is read one iteration ahead, so that loads of keys and values do not depend on a load of the same
         # iteration. The compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N
-        block = _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE)
-        row_max, row_sum, mixed = attend_columns(
-            query, keys, values, is_token[None, :], row_max, row_sum, mixed, SCALE_LOG2
-        )
-    return row_max, row_sum, mixed
-
-
-@triton.jit
-def attend_chunk(
-    query, k_rows, v_rows, k_stride, v_stride, last_seen, end, row_max, row_sum, mixed, dims,
-    HEAD_DIM: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Attends to rows [0, end) of the chunk up to last_seen [BLOCK_M]. The pool is not read: others may write it."""
-    for start in range(0, end, BLOCK_C):
-        column = start + tl.arange(0, BLOCK_C)
-        is_value = (column < end)[:, None] & (dims < HEAD_DIM)
-        keys = tl.load(k_rows + column.to(tl.int64)[:, None] * k_stride + dims, mask=is_value, other=0.0)
-        values = tl.load(v_rows + column.to(tl.int64)[:, None] * v_stride + dims, mask=is_value, other=0.0)
-        visible = (column[None, :] <= last_seen[:, None]) & (column < end)[None, :]
+        block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
         row_max, row_sum, mixed = attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2)
     return row_max, row_sum, mixed
 

@@ -1,9 +1,10 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
 """Attention of packed rows over a paged KV pool: decode steps, verified chunks and prompt chunks.
 
-An item of work is a KV head's attention for up to BLOCK_M (row, query head) pairs of one sequence, to a part of its
-context in the pool, and with the last part to the rows of its own chunk, which it also writes to the pool. Programs
-find items by lengths on the device. `reference` has the same computation, `attention_config` the sizes of tiles.
+An item of work is a KV head's attention for up to BLOCK_M (row, query head) pairs of one sequence to a part of its
+tokens, which are in the pool or in the call's own chunk; with the first part it writes its rows to the pool. Programs
+find items by lengths on the device. A row's result does not depend, by a bit, on the other rows of its call, see
+`attention_tiles`. `reference` has the same computation, `attention_config` the sizes of tiles.
 """
 # pyright: reportGeneralTypeIssues=false
 
@@ -14,14 +15,14 @@ import triton
 import triton.language as tl
 
 from faser_backend.plugins import reference
-from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, launch_config, num_tiles
-from faser_backend.plugins.attention_tiles import attend_chunk, attend_context, divide, find_item, write_rows
+from faser_backend.plugins.attention_config import MAX_SPLITS, PART_TOKENS, PROGRAMS_PER_SM, launch_config, num_tiles
+from faser_backend.plugins.attention_tiles import attend_tokens, find_item, join, write_rows
 from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from faser_backend.plugins.split_combine import combine_splits, empty_parts, write_part
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "min_part_tokens"],
+    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "part_tokens"],
     do_not_specialize_on_alignment=["block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"],
 )
 def pruned_chunk_attention_kernel(
@@ -43,8 +44,8 @@ def pruned_chunk_attention_kernel(
     num_sequences,
     num_rows,
     num_splits,
-    min_part_tokens,
-    out,  # [T, H, HEAD_DIM]; None where the context may be split
+    part_tokens,  # a multiple of BLOCK_N
+    out,  # [T, H, HEAD_DIM]; None where parts are written
     mixed_parts,  # [T, H, num_splits, HEAD_DIM] float32, else None
     stat_parts,  # [T, H, num_splits, 2] float32: maximum (base 2), sum
     HEAD_DIM: tl.constexpr,
@@ -52,26 +53,25 @@ def pruned_chunk_attention_kernel(
     KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_M: tl.constexpr,  # (row, query head) pairs of a program
-    BLOCK_N: tl.constexpr,  # tokens of context per iteration
-    BLOCK_C: tl.constexpr,  # rows of the chunk per iteration
+    BLOCK_N: tl.constexpr,  # tokens per iteration
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded
     NUM_KV_HEADS: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # sequences whose lengths are read together
     IS_CAUSAL: tl.constexpr,  # else a row sees all rows of its chunk
 ):
-    """Grid: (any number, Hkv). The programs of a KV head take its items in turn; a last part includes the chunk."""
+    """Grid: (any number, Hkv). The programs of a KV head take its items in turn."""
     ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of an item
     kv_head = tl.program_id(1)
     stride = table_stride if table_width is None else tl.load(table_width)
-    lengths = (cu_rows, context_lens, num_sequences, num_rows, stride * KV_BLOCK_SIZE, num_splits, min_part_tokens)
-    sequence, own_item, num_items = find_item(tl.program_id(0), *lengths, ROWS, BLOCK_N, BLOCK_B)
+    lengths = (cu_rows, context_lens, num_sequences, num_rows, stride * KV_BLOCK_SIZE, num_splits, part_tokens)
+    sequence, own_item, num_items = find_item(tl.program_id(0), *lengths, ROWS, BLOCK_B)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         first_row = tl.load(cu_rows + sequence)
         own_rows = tl.load(cu_rows + sequence + 1) - first_row
         context = tl.load(context_lens + sequence)
-        part_len, num_parts = divide(context, num_splits, min_part_tokens, BLOCK_N)
-        tile_start, part = own_item // num_parts * ROWS, own_item % num_parts
+        num_parts = tl.minimum(tl.cdiv(context + own_rows, part_tokens), num_splits)
+        tile_start, first_part = own_item // num_parts * ROWS, own_item % num_parts
 
         dims = tl.arange(0, BLOCK_D)[None, :]
         pair = tl.arange(0, BLOCK_M)
@@ -86,25 +86,30 @@ def pruned_chunk_attention_kernel(
         mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
         table = block_table + sequence.to(tl.int64) * stride
-        part_end = tl.minimum(context, (part + 1) * part_len)
         pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)
         k_head, v_head = k_pool + pool_head, v_pool + pool_head
-        row_max, row_sum, mixed = attend_context(
-            query, k_head, v_head, table, num_blocks, part * part_len, part_end, row_max, row_sum, mixed, dims,
-            HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
-        )  # fmt: skip
-        if part == num_parts - 1:
-            tile_end = tl.minimum(own_rows, tile_start + ROWS)
-            if IS_CAUSAL:
-                last_seen, chunk_end = row, tile_end
-            else:
-                last_seen, chunk_end = tl.zeros_like(row) + own_rows, own_rows
-            k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
-            v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
-            row_max, row_sum, mixed = attend_chunk(
-                query, k_rows, v_rows, k_stride, v_stride, last_seen, chunk_end, row_max, row_sum, mixed, dims,
-                HEAD_DIM, SCALE_LOG2, BLOCK_C,
+        k_rows = k_new + first_row.to(tl.int64) * k_stride + kv_head * HEAD_DIM
+        v_rows = v_new + first_row.to(tl.int64) * v_stride + kv_head * HEAD_DIM
+        tile_end = tl.minimum(own_rows, tile_start + ROWS)
+        if IS_CAUSAL:
+            last_seen, rows_seen = row, tile_end
+        else:
+            last_seen, rows_seen = tl.zeros_like(row) + own_rows, own_rows
+        end_part = first_part + 1
+        if end_part == num_parts:
+            end_part = tl.cdiv(context + rows_seen, part_tokens)
+        for part in range(first_part, end_part):
+            begin = part * part_tokens
+            end = tl.minimum(begin + part_tokens, context + rows_seen)
+            part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            part_sum = tl.zeros([BLOCK_M, 8], tl.float32)
+            part_mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            part_max, part_sum, part_mixed = attend_tokens(
+                query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, begin, end, context,
+                last_seen, part_max, part_sum, part_mixed, dims, HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
             )  # fmt: skip
+            row_max, row_sum, mixed = join(row_max, row_sum, mixed, part_max, tl.max(part_sum, 1), part_mixed)
+        if first_part == 0:
             # A row has one tile and a KV head its own items, so each position has one writer. No program of
             # this call reads it: new positions are at or above context_lens, and contexts are read below it.
             owned = tile_start + tl.arange(0, BLOCK_M)
@@ -119,11 +124,11 @@ def pruned_chunk_attention_kernel(
             tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_element)
         else:
             write_part(
-                mixed_parts, stat_parts, target, part, num_parts, num_splits, row_max, row_sum, mixed, is_row, dims,
+                mixed_parts, stat_parts, target, first_part, num_parts, num_splits, row_max, row_sum, mixed, is_row, dims,
                 HEAD_DIM, MOST_PARTS,
             )  # fmt: skip
         if item + tl.num_programs(0) < num_items:
-            sequence, own_item, _ = find_item(item + tl.num_programs(0), *lengths, ROWS, BLOCK_N, BLOCK_B)
+            sequence, own_item, _ = find_item(item + tl.num_programs(0), *lengths, ROWS, BLOCK_B)
 
 
 def pruned_chunk_attention(
@@ -140,7 +145,7 @@ def pruned_chunk_attention(
     *,
     max_rows: int,
     num_splits: int = 1,
-    min_part_tokens: int = 0,
+    part_tokens: int = PART_TOKENS,
     num_sms: int = 1 << 20,
     table_width: torch.Tensor | None = None,
     is_causal: bool = True,
@@ -148,9 +153,10 @@ def pruned_chunk_attention(
     """Queues the call on the current stream; writes `out` and the pools in place.
 
     Rows from cu_rows[B] on are padding: they are not read or written, and their `out` is unchanged.
-    max_rows: about how many rows a sequence has, to choose tiles; any number gives the same results. A captured graph
-    fixes it, T, B and num_splits. num_splits: the largest number of parts of a context. min_part_tokens: the fewest
-    tokens of a part. num_sms: the SMs of the current stream's share, which bound the programs.
+    max_rows: about how many rows a sequence has, to choose tiles; any number gives the same bits. A captured graph
+    fixes it, T, B and num_splits. part_tokens: the tokens of a part, which alone decides the last bits of results.
+    num_splits: 1, or at least the parts of every sequence, which programs of their own then take.
+    num_sms: the SMs of the current stream's share, which bound the programs.
     table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
     is_causal: otherwise a row sees all rows of its chunk, as in a drafted block, not only those up to itself.
     Positions in slot_mapping are at or above their sequence's context_lens, and distinct.
@@ -182,7 +188,7 @@ def pruned_chunk_attention(
         context_lens.shape[0],
         q.shape[0],
         num_splits,
-        min_part_tokens,
+        part_tokens,
         out if parts is None else None,
         *(parts or (None, None)),
         **config.constants(num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, kv_block_size=kv_block_size),
@@ -190,6 +196,7 @@ def pruned_chunk_attention(
         IS_CAUSAL=is_causal,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        enable_fp_fusion=False,  # compilers would fuse in other places for other tiles
     )
     if parts is not None:
         combine_splits(*parts, cu_rows, out)

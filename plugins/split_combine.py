@@ -1,5 +1,5 @@
 # ruff: noqa: PLR0917 (kernels take their arguments by position)
-"""Combines the parts of a split context: the second step of attention over long contexts.
+"""Joins the parts of a sequence, in order: the second step of attention over long contexts.
 
 Each part has an unnormalised sum of values, a maximum and a sum of weights. A part without tokens has a maximum of
 -inf and no sum of values.
@@ -11,7 +11,10 @@ import torch
 import triton
 import triton.language as tl
 
+from faser_backend.plugins.attention_tiles import join
 from faser_backend.plugins.launch import on_grid
+
+NUM_WARPS = 1  # a row of one head is at most a few hundred values
 
 
 @triton.jit
@@ -48,16 +51,17 @@ def combine_splits_kernel(
         return
     pair = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     part = tl.arange(0, BLOCK_S)
-    stat = stat_parts + (pair * num_splits + part) * 2
-    part_max = tl.load(stat, mask=part < num_splits, other=float("-inf"))
-    is_used = part_max > float("-inf")
-    weight = tl.exp2(part_max - tl.max(part_max, 0))  # the last part always has a row to attend to: its own
-    total = tl.sum(weight * tl.load(stat + 1, mask=is_used, other=0.0), 0)
-    dims = tl.arange(0, BLOCK_D)
-    pointers = mixed_parts + (pair * num_splits + part)[:, None] * HEAD_DIM + dims[None, :]
-    mixed = tl.load(pointers, mask=is_used[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-    result = tl.sum(mixed * weight[:, None], 0) / total
-    tl.store(out + pair * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=dims < HEAD_DIM)
+    stat = stat_parts + pair * num_splits * 2
+    part_max = tl.load(stat + part * 2, mask=part < num_splits, other=float("-inf"))
+    num_used = tl.sum((part_max > float("-inf")).to(tl.int32), 0)  # a row sees the first parts, its own at least
+    one, dims = tl.arange(0, 1), tl.arange(0, BLOCK_D)[None, :]
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum, mixed = tl.zeros([1], tl.float32), tl.zeros([1, BLOCK_D], tl.float32)
+    for used in tl.range(0, num_used, loop_unroll_factor=4):  # so that several parts are on their way
+        part_mixed = tl.load(mixed_parts + (pair * num_splits + used) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        new_max, new_sum = tl.load(stat + used * 2 + one), tl.load(stat + used * 2 + 1 + one)
+        row_max, row_sum, mixed = join(row_max, row_sum, mixed, new_max, new_sum, part_mixed)
+    tl.store(out + pair * HEAD_DIM + dims, (mixed / row_sum[:, None]).to(out.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
 def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows: torch.Tensor, out: torch.Tensor):
@@ -73,6 +77,8 @@ def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows:
         HEAD_DIM=head_dim,
         BLOCK_S=triton.next_power_of_2(num_splits),
         BLOCK_D=triton.next_power_of_2(head_dim),
+        num_warps=NUM_WARPS,
+        enable_fp_fusion=False,  # as in the first step
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from faser_backend.plugins.attention_config import (
     MAX_SPLITS,
-    MIN_TOKENS_PER_SPLIT,
+    PART_TOKENS,
     PROGRAMS_PER_SM,
     LaunchConfig,
     launch_config,
@@ -42,8 +42,8 @@ INDEX_INPUTS = ATTENTION_INPUTS[5:]  # int32
 FLOAT_DTYPES = {"FLOAT": "fp32", "HALF": "fp16", "BF16": "bf16"}  # TensorRT's name: Triton-language's
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 # Parts are allocated for this many rows more than a call has. With few rows, which leave programs idle, each row can
-# have many parts; with many rows, no row needs a second one.
-EXTRA_PART_ROWS = 512
+# have many parts; with many rows, a program takes all parts of its rows.
+EXTRA_PART_ROWS = 2048
 
 
 class DimensionOps(NamedTuple):
@@ -99,20 +99,27 @@ def part_rows(num_rows: Any) -> Any:
     return num_rows + EXTRA_PART_ROWS
 
 
+def part_tokens(geometry: Geometry, ops: DimensionOps, table_shape: Sequence[Any]) -> Any:
+    """Returns the tokens of a part, as attention_config.part_tokens, for contexts that fill a table of (B, MB)."""
+    step = 128
+    steps = ops.ceil_div(table_shape[1] * geometry.kv_block_size, ops.constant(MAX_SPLITS * step))
+    return ops.larger(steps * step, ops.constant(PART_TOKENS))
+
+
 def num_splits(
     geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
 ) -> Any:
-    """Returns the most parts of a context, as attention_config.choose_num_splits, limited by part_rows.
+    """Returns the most parts of a context, as attention_config.choose_num_splits, or 1 where part_rows has no room.
 
     table_shape: (B, MB), bounds of any call: the parts fill the SMs if all rows belong to one sequence. Integer
     operations let a compiler evaluate it on shapes.
     """
+    one = ops.constant(1)
     tiles = ops.ceil_div(num_rows, ops.constant(config.block_m // geometry.group))
-    fitting = ops.constant(PROGRAMS_PER_SM * geometry.num_sms) // (tiles * geometry.num_kv_heads)
-    worthwhile = table_shape[1] * geometry.kv_block_size // MIN_TOKENS_PER_SPLIT
-    room = part_rows(num_rows) // num_rows
-    most = ops.smaller(ops.smaller(fitting, worthwhile), ops.smaller(room, ops.constant(MAX_SPLITS)))
-    return ops.larger(most, ops.constant(1))
+    parts = ops.ceil_div(table_shape[1] * geometry.kv_block_size, part_tokens(geometry, ops, table_shape))
+    fits = ops.smaller(ops.constant(PROGRAMS_PER_SM * geometry.num_sms) // (tiles * geometry.num_kv_heads * 2), one)
+    has_room = ops.smaller(part_rows(num_rows) // (num_rows * parts), one)
+    return ops.larger(parts * fits * has_room, one)
 
 
 class Launch(NamedTuple):
@@ -136,7 +143,8 @@ def attend_launch(
     tiles = num_tiles(num_rows, table_shape[0], ops.constant(config.block_m // geometry.group))
     resident = ops.ceil_div(ops.constant(PROGRAMS_PER_SM * geometry.num_sms), ops.constant(geometry.num_kv_heads))
     grid = (ops.smaller(tiles * splits, resident), ops.constant(geometry.num_kv_heads), ops.constant(1))
-    return Launch(grid, (num_rows, num_blocks, *table_shape, splits))
+    tokens = part_tokens(geometry, ops, table_shape)
+    return Launch(grid, (num_rows, num_blocks, *table_shape, splits, tokens))
 
 
 def combine_launch(

@@ -26,7 +26,7 @@ from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec
 from faser_backend.plugins.add_rms_norm import add_rms_norm
-from faser_backend.plugins.attention_config import MIN_TOKENS_PER_SPLIT, choose_num_splits, launch_config
+from faser_backend.plugins.attention_config import choose_num_splits, launch_config, part_tokens
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
@@ -59,16 +59,15 @@ class TorchSegment:
         return SegmentCall(self, tensors, bounds).launch
 
     def num_splits(self, bounds: CallBounds, pool: torch.Tensor) -> int:
-        """Returns the most parts of a context in a call; pool [Hkv, NB, kv_block_size, hd].
+        """Returns the most parts that programs of their own take in a call; pool [Hkv, NB, kv_block_size, hd].
 
-        They fill the SMs if all rows belong to one sequence. Parts have a minimum length, so shorter contexts have
-        fewer parts.
+        They fill the SMs if all rows belong to one sequence.
         """
         model, group = self.model, self.model.num_heads // self.model.num_kv_heads
         config = launch_config(pool.element_size(), model.head_dim, group, usual_rows(bounds))
         num_tiles = -(-bounds.num_rows // (config.block_m // group))
-        max_context = bounds.num_blocks * pool.shape[2]
-        return choose_num_splits(1, model.num_kv_heads, max_context, self.num_sms, num_tiles)
+        num_parts = -(-bounds.num_blocks * pool.shape[2] // part_tokens(model.max_context))
+        return choose_num_splits(model.num_kv_heads, num_parts, self.num_sms, num_tiles)
 
 
 def usual_rows(bounds: CallBounds) -> int:
@@ -217,7 +216,7 @@ class SegmentCall:
             out,
             max_rows=usual_rows(self.bounds),
             num_splits=self.num_splits,
-            min_part_tokens=MIN_TOKENS_PER_SPLIT,
+            part_tokens=part_tokens(self.model.max_context),
             num_sms=self.num_sms,
             table_width=tensors["table_width"],
             is_causal=not self.model.block_size,  # rows of a drafted block see each other

@@ -19,6 +19,7 @@ from faser_backend.plugins.attention_config import (
     choose_num_splits,
     launch_config,
     padded_head_dim,
+    part_tokens,
     shared_bytes,
     shared_limit,
 )
@@ -193,8 +194,8 @@ def test_launches_fit_their_device(capability, element_bytes, head_dim):
             used = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
             assert config.num_stages >= 2 and used <= shared_limit(capability) + 7_000  # real use is less
             assert config.block_m >= max(16, group)
-            assert 16 <= config.block_c <= config.block_n <= 128
-            assert all(n & (n - 1) == 0 for n in config[:3])
+            assert config.block_n == launch_config(element_bytes, head_dim, 1, 1, capability).block_n, "one for all"
+            assert all(n & (n - 1) == 0 for n in config[:2])
 
 
 def test_parts_of_sums_are_few_long_and_cover_them():
@@ -213,17 +214,18 @@ def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "num_kv_heads", "max_context", "num_sms", "expected"),
+    ("num_kv_heads", "num_parts", "num_sms", "num_tiles", "expected"),
     [
-        (32, 8, 1024, 132, 1),  # enough programs
-        (1, 8, 1024, 132, 4),  # as many parts as pay
-        (1, 8, 16_384, 132, 33 if MAX_SPLITS >= 33 else MAX_SPLITS),
-        (16, 8, 4096, 132, 2),
-        (4, 2, 200, 132, 1),  # too short to split
-        (1, 8, 1024, 8, 2),  # a small partition
-        (0, 8, 1024, 132, 4),
+        (8, 4, 132, 17, 1),  # enough programs
+        (8, 4, 132, 16, 4),
+        (8, 4, 8, 1, 4),  # a small partition
+        (8, 4, 7, 1, 1),
     ],
 )
-def test_contexts_are_split_to_fill_the_device(num_sequences, num_kv_heads, max_context, num_sms, expected):
-    assert choose_num_splits(num_sequences, num_kv_heads, max_context, num_sms) == expected
-    assert choose_num_splits(1, 8, 8192, 132, num_tiles=64) == 1
+def test_contexts_are_split_to_fill_the_device(num_kv_heads, num_parts, num_sms, num_tiles, expected):
+    assert choose_num_splits(num_kv_heads, num_parts, num_sms, num_tiles) == expected
+
+
+@pytest.mark.parametrize(("max_context", "expected"), [(1, 256), (8192, 256), (8193, 384), (131_072, 4096)])
+def test_no_context_has_more_parts_than_are_joined(max_context, expected):
+    assert part_tokens(max_context) == expected and -(-max_context // expected) <= MAX_SPLITS

@@ -38,7 +38,7 @@ def compile_attention(
     signature |= dict.fromkeys(("block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"), "*i32")
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     signature |= dict.fromkeys(
-        ("num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "min_part_tokens"), "i32"
+        ("num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "part_tokens"), "i32"
     )
     constants = config.constants(num_kv_heads=8, group=group, head_dim=head_dim, kv_block_size=16)
     constants |= {"BLOCK_B": 32 if max_rows < 48 else 512, "IS_CAUSAL": max_rows != DRAFTED_BLOCK}
@@ -97,7 +97,7 @@ SMALL_KERNELS = {
         {"LOG2_SIZE": 20, "BLOCK_V": BLOCK_V},
     ),
 }
-NUM_WARPS = {"add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
+NUM_WARPS = {"combine_splits_kernel": split_combine.NUM_WARPS, "add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
 # The first norm of a model adds nothing, and most models have no norms of heads.
 OPTIONAL = {"add_rms_norm_kernel": ("delta", "summed"), "rotate_heads_kernel": ("q_norm", "k_norm")}
 
@@ -127,7 +127,7 @@ def test_attention_compiles_within_its_device(capability, variant):
     row_bytes = padded_head_dim(head_dim) * ELEMENT_BYTES[dtype]
     bound = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
     assert compiled.shared_bytes <= min(bound, shared_limit(capability))
-    assert assemble(compiled)[1] <= 32
+    assert assemble(compiled)[1] <= 160  # the two accumulators, outside the loop over tokens
     assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
     assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # never fewer
     tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
@@ -186,7 +186,7 @@ def test_parameters_are_those_that_a_launch_passes():
     assert [name for name, _ in compiled.parameters] == [
         *("q", "k_new", "v_new", "k_pool", "v_pool", "block_table", "cu_rows", "context_lens", "slot_mapping"),
         *("table_width", "q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_sequences"),
-        *("num_rows", "num_splits", "min_part_tokens", "out"),
+        *("num_rows", "num_splits", "part_tokens", "out"),
     ]
     entry = re.search(r"\.entry \w+\(([^)]*)\)", compiled.ptx)
     assert entry is not None and entry[1].count(".param") == len(compiled.parameters)

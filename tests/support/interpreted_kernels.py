@@ -61,6 +61,7 @@ def _parts_of_nan(monkeypatch):
 
 def run(call: Call, *, num_splits: int = 1, max_rows: int | None = None, **options) -> None:
     max_rows = max_rows or max(1, int(call.cu_rows.diff().max()))
+    options = {"part_tokens": 128} | options
     attention.pruned_chunk_attention(*call, max_rows=max_rows, num_splits=num_splits, **options)
 
 
@@ -81,7 +82,8 @@ def test_attention_of_random_ragged_calls(monkeypatch, dtype, seed):
     num_splits = int(rng.choice([1, 2, 4], p=[0.4, 0.3, 0.3])) if num_results <= 24 else 1
     bound = max(1, *shape.rows) + int(rng.integers(0, 3))  # the host may know only a bound
     num_sms = 1 + seed % 3  # few programs, which take many items in turn
-    check(make_call(shape, seed), lambda call: run(call, num_splits=num_splits, max_rows=bound, num_sms=num_sms))
+    options = {"num_splits": num_splits, "max_rows": bound, "num_sms": num_sms, "part_tokens": 32 if seed % 2 else 128}
+    check(make_call(shape, seed), lambda call: run(call, **options))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -95,7 +97,7 @@ def test_attention_of_blocks_whose_rows_see_each_other(monkeypatch, dtype, seed)
         rows=(int(rng.integers(2, 7)), 0, 15 + seed), contexts=(int(rng.integers(60)), 3, 0), num_kv_heads=1,
         group=group, head_dim=16, dtype=dtype, num_padding_rows=seed, pruned_writes=0.3,
     )  # fmt: skip
-    call, options = make_call(shape, seed), {"num_splits": 1 + seed % 2, "num_sms": 1 + seed}
+    call, options = make_call(shape, seed), {"num_splits": 1 + seed % 2, "num_sms": 1 + seed, "part_tokens": 32}
     check(call, lambda call: run(call, is_causal=False, **options), is_causal=False)
     with pytest.raises(AssertionError):
         check(call, lambda call: run(call, **options), is_causal=False)
@@ -104,9 +106,9 @@ def test_attention_of_blocks_whose_rows_see_each_other(monkeypatch, dtype, seed)
 @pytest.mark.parametrize("context", [0, 1, 7, 8, 15, 16, 17, 64, 65])
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_attention_at_block_and_tile_borders(monkeypatch, context, num_splits):
-    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 4, 2))
     shape = Shape(rows=(1, 17 if num_splits == 1 else 3), contexts=(context, context), num_kv_heads=1, head_dim=16)
-    check(make_call(shape, context), lambda call: run(call, num_splits=num_splits))
+    check(make_call(shape, context), lambda call: run(call, num_splits=num_splits, part_tokens=32))
 
 
 def shuffle(monkeypatch, seed: int) -> None:
@@ -129,12 +131,12 @@ def last_program_kernel(out):
 
 
 def test_no_order_of_programs_changes_a_bit(monkeypatch):
-    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 4, 2))
     shape, rows, found = Shape(rows=(3, 1, 5), contexts=(40, 9, 0), head_dim=16), torch.randn(9, 64), []
     for _ in range(2):
         calls = [make_call(shape, 0) for _ in range(2)]
         for num_splits, call in zip((1, 3), calls, strict=True):  # with parts, they are joined too
-            run(call, num_splits=num_splits, num_sms=3)
+            run(call, num_splits=num_splits, num_sms=3, part_tokens=16)
         last, silu, normed = torch.zeros(1, dtype=torch.int32), torch.empty(9, 32), torch.empty(9, 64)
         gated_silu(rows, silu)
         add_rms_norm(rows, None, torch.ones(64), 1e-5, None, normed)
@@ -156,21 +158,20 @@ def test_few_programs_start_and_most_have_work(monkeypatch):
     """
     rng, grids, items, on_grid = np.random.default_rng(0), [], [], attention.on_grid
 
-    def counted(query, k, v, table, num_blocks, start, *rest, **constants):
-        items.append(start)
-        return rest[1:4]
+    def counted(*arguments, **constants):
+        items.append(arguments[9])
+        return arguments[13:16]
 
-    monkeypatch.setattr(attention, "attend_context", counted)
-    monkeypatch.setattr(attention, "attend_chunk", lambda *arguments, **constants: arguments[7:10])
+    monkeypatch.setattr(attention, "attend_tokens", counted)
     monkeypatch.setattr(attention, "combine_splits", lambda *_: None)
     monkeypatch.setattr(attention, "on_grid", lambda kernel, *grid: grids.append(grid) or on_grid(kernel, *grid))
     rows, contexts = rng.integers(1, 6, 10), rng.integers(0, 2000, 10)
     call = make_call(Shape(tuple(rows), tuple(contexts), group=4, head_dim=16, kv_block_size=16), 0)
     count = next(count for count in ROW_COUNTS if count >= rows.sum())
     graph, width = padded(call, count, count, 256)
-    wanted = 2 * int((-(-rows // 8) * np.maximum(-(-contexts // 256), 1)).sum())  # in two KV heads
+    wanted = 2 * int((-(-rows // 8) * -(-(contexts + rows) // 256)).sum())  # in two KV heads
     control = 2 * 8 * attention.num_tiles(count, count, 8)
-    run(graph, num_splits=8, max_rows=8, min_part_tokens=256, table_width=width, num_sms=20)
+    run(graph, num_splits=8, max_rows=8, part_tokens=256, table_width=width, num_sms=20)
     started = sum(map(np.prod, grids))
     assert len(items) == wanted and started <= 1.3 * wanted < control / 2, (started, control)
 
@@ -207,7 +208,7 @@ def padded(call: Call, num_rows: int, num_sequences: int, num_columns: int) -> t
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits):
     """Rows, lengths and table width are read on the device, so one launch serves any split of rows."""
-    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 16, 4, 2))
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 4, 2))
     contexts = (70, 0, 15, 32, 41)[: len(rows)]
     call = make_call(Shape(rows=rows, contexts=contexts, num_kv_heads=1, group=4, head_dim=16), 3)
     graph, width = padded(call, 8, 8, 40)
@@ -215,7 +216,7 @@ def test_a_graph_of_eight_rows_takes_any_sequences(monkeypatch, rows, num_splits
     reference.pruned_chunk_attention(*expected)
     by_reference = graph.with_own_results()
     reference.pruned_chunk_attention(*by_reference, width)
-    run(graph, num_splits=num_splits, max_rows=8, min_part_tokens=32, table_width=width)
+    run(graph, num_splits=num_splits, max_rows=8, part_tokens=32, table_width=width)
     count = sum(rows)
     for out in (graph.out, by_reference.out):
         torch.testing.assert_close(out[:count], expected.out[:count], atol=1e-5, rtol=0)
@@ -255,41 +256,69 @@ def test_pools_beyond_two_to_the_thirty_one_elements():
     assert torch.equal(pools[0].view(2, -1, 256)[:, written], large.k_new.transpose(0, 1))
 
 
-def sees_next_row(query, k, v, k_stride, v_stride, row, *rest, chunk=attention.attend_chunk, **constants):
-    return chunk(query, k, v, k_stride, v_stride, row + 1, *rest, **constants)
-
-
-def context_off_by(offset: int):
-    def attend(query, k, v, table, num_blocks, start, end, *rest, context=attention.attend_context, **constants):
-        return context(query, k, v, table, num_blocks, start, end + offset, *rest, **constants)
-
-    return attend
-
-
-def table_of_one_block(query, k, v, table, num_blocks, *rest, context=attention.attend_context, **constants):
-    return context(query, k, v, table, 1, *rest, **constants)  # the clamp then leads to block 0 only
-
-
-def writes_next_slot(rows, stride, slot, *rest, write=attention.write_rows, **constants):
-    return write(rows, stride, slot + 1, *rest, **constants)
+def changed(name: str, index: int, change):
+    """Returns a step whose argument at `index` is changed."""
+    step = getattr(attention, name)
+    return name, lambda *a, **constants: step(*a[:index], change(a[index]), *a[index + 1 :], **constants)
 
 
 @pytest.mark.parametrize(
-    ("name", "broken"),
+    "broken",
     [
-        ("attend_chunk", sees_next_row),
-        ("attend_context", context_off_by(1)),
-        ("attend_context", context_off_by(-1)),
-        ("attend_context", table_of_one_block),
-        ("write_rows", writes_next_slot),
+        changed("attend_tokens", 12, lambda last_seen: last_seen + 1),
+        changed("attend_tokens", 11, lambda context: context + 1),
+        changed("attend_tokens", 10, lambda end: end - 1),
+        changed("attend_tokens", 9, lambda start: start + 16),
+        changed("attend_tokens", 4, lambda num_blocks: 1),  # the clamp then leads to block 0 only
+        changed("join", 4, lambda part_sum: 2 * part_sum),
+        changed("write_rows", 2, lambda slot: slot + 1),
     ],
 )
-def test_the_check_fails_a_broken_kernel(monkeypatch, name, broken):
-    call = make_call(Shape(rows=(3, 1), contexts=(11, 20), num_padding_rows=1), 5)
-    check(call, run)
-    monkeypatch.setattr(attention, name, broken)
+def test_the_check_fails_a_broken_kernel(monkeypatch, broken):
+    monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 4, 2))
+    call = make_call(Shape(rows=(23, 1), contexts=(11, 20), num_padding_rows=1), 5)
+    check(call, lambda call: run(call, part_tokens=16))
+    monkeypatch.setattr(attention, *broken)
     with pytest.raises(AssertionError):
-        check(call, run)
+        check(call, lambda call: run(call, part_tokens=16))
+
+
+def ascending_dot(self, a, b, d, *_):
+    """Adds products to d in ascending order, as tensor cores do for any tile."""
+    total = d.data.copy()
+    for k in range(a.data.shape[-1]):
+        total += a.data[:, k, None].astype(np.float32) * b.data[k].astype(np.float32)
+    return interpreter.TensorHandle(total, d.dtype.scalar)
+
+
+@pytest.mark.parametrize("part_tokens", [32, 64])
+def test_a_rows_bits_do_not_depend_on_its_call(monkeypatch, part_tokens):
+    """The last row of a sequence: alone, verified, as a prompt, in parts, with other tiles and beside others.
+
+    The control is another length of parts.
+    """
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", ascending_dot)
+    whole, length = make_call(Shape(rows=(90,), contexts=(0,), num_kv_heads=1, group=2, head_dim=16), 0), 90
+    run(whole, part_tokens=128)  # writes all keys and values to the pool
+
+    def last_row(num_rows: int, others: int, block_m: int, tokens: int = part_tokens, **options) -> torch.Tensor:
+        monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(block_m, 16, 4, 2))
+        rows = torch.arange(length - num_rows, length)
+        more = torch.zeros(others, dtype=torch.int64)  # sequences of the first token, in the same blocks
+        picked = torch.cat([rows, more])
+        new = {name: getattr(whole, name)[picked] for name in ("q", "k_new", "v_new", "slot_mapping", "out")}
+        lens = torch.tensor([length - num_rows, *[0] * others], dtype=torch.int32)
+        ends = torch.tensor([0, *range(num_rows, num_rows + others + 1)], dtype=torch.int32)
+        table = whole.block_table.expand(1 + others, -1).contiguous()
+        call = whole.with_own_results()._replace(**new, context_lens=lens, cu_rows=ends, block_table=table)
+        run(call, part_tokens=tokens, **options)
+        return call.out[num_rows - 1]
+
+    alone = last_row(1, 0, 16)
+    for num_rows, others, block_m in ((1, 3, 16), (4, 0, 16), (25, 1, 32), (90, 0, 16), (90, 2, 64)):
+        for options in ({}, {"num_splits": 3, "num_sms": 2}):
+            assert torch.equal(last_row(num_rows, others, block_m, **options), alone), (num_rows, others, options)
+    assert not torch.equal(last_row(1, 0, 16, 16), alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -16,7 +16,7 @@ TOLERANCES = {torch.float32: (1e-5, 0.0), torch.float16: (2e-3, 2e-3), torch.bfl
 def small_tiles(rng: np.random.Generator, group: int) -> LaunchConfig:
     """Returns tiles so small that short contexts take many iterations and chunks many programs."""
     pairs = 4 << (group - 1).bit_length()  # at least four rows
-    return LaunchConfig(max(16, pairs), int(rng.choice([16, 32])), 16, 4, 2)
+    return LaunchConfig(max(16, pairs), int(rng.choice([16, 32])), 4, 2)
 
 
 def check(call: Call, run: Callable[[Call], None], *, is_causal: bool = True) -> None:
