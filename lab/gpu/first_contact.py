@@ -80,8 +80,7 @@ def _failed_capture() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         capturer, sums = GraphCapturer(GraphCounts()), []
         torch.mm(rows, rows)
-        first = torch.empty_like(rows)
-        last = torch.empty_like(rows)
+        first, last = torch.empty_like(rows), torch.empty_like(rows)
 
         def multiply(out: torch.Tensor) -> None:
             out.copy_(rows @ rows)

@@ -50,11 +50,7 @@ def as_graph(device: str, work: Work) -> Work:
     """Returns the work as a captured graph, so that launches cost no host time; the work itself on a CPU."""
     if device != "cuda":
         return work
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and allocates before the capture
-        work()
-    torch.cuda.current_stream().wait_stream(side)
+    work()  # compiles before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
