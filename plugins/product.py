@@ -22,7 +22,6 @@ SPLIT_ROWS = 64  # calls of at most so many rows have a program per part
 SPLIT_OUTPUTS = 64  # outputs of such a program
 SPLIT_PROGRAMS = 128  # the most that parts may lead to: about the SMs of a GPU
 MIN_PART = 512  # values
-PART_MULTIPLE = 128  # of BLOCK_K, so that parts end with a step
 
 
 class ProductTile(NamedTuple):
@@ -54,7 +53,7 @@ def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
     parts, programs = 1, -(-num_outputs // SPLIT_OUTPUTS)
     while 2 * parts * programs <= SPLIT_PROGRAMS and size >= 2 * parts * MIN_PART:
         parts *= 2
-    length = -(-size // (parts * PART_MULTIPLE)) * PART_MULTIPLE
+    length = -(-size // (parts * 128)) * 128  # a multiple of every block_k, so that parts end with a step
     return -(-size // length), length
 
 
@@ -117,8 +116,7 @@ def product_kernel(
             sums += sum_part(*operands, start, part_length, size, BLOCK_K, HAS_TAIL)
     else:
         sums = sum_part(*operands, tl.program_id(2) * part_length, part_length, size, BLOCK_K, HAS_TAIL)
-    elements = row * num_outputs + output
-    is_element = is_row & is_output
+    elements, is_element = row * num_outputs + output, is_row & is_output
     if part_sums is not None:
         stride = num_rows.to(tl.int64) * num_outputs
         tl.store(part_sums + tl.program_id(2) * stride + elements, sums, mask=is_element)

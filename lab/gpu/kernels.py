@@ -36,8 +36,6 @@ WIDTHS = (64, 1000, 4096)  # of hidden states
 WEIGHTS = ((4096, 1024), (1024, 3072))  # outputs and inputs of products
 ROW_COUNTS = (1, 5, 16, 33, 64, 65, 200, 512)
 POISON = 7.0
-
-
 # Heads and blocks by type. They are few because each is compiled; tests without a GPU cover many more.
 COMMON = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "kv_block_size": 16}
 GEOMETRIES = {
@@ -131,9 +129,8 @@ def _check_rotation(name: str, device: str, rng: np.random.Generator) -> float:
 
 
 def _check_gate(name: str, device: str, rng: np.random.Generator) -> float:
-    width = int(rng.choice(WIDTHS))
-    gate_up = _random_rows(name, device, rng, 2 * width)
-    return _compare(gated_silu, reference.gated_silu, (gate_up,), gate_up[:, :width])
+    gate_up = _random_rows(name, device, rng, 2 * int(rng.choice(WIDTHS)))
+    return _compare(gated_silu, reference.gated_silu, (gate_up,), gate_up.chunk(2, dim=1)[0])
 
 
 def _check_product(name: str, device: str, rng: np.random.Generator) -> float:
@@ -148,9 +145,8 @@ def _check_product(name: str, device: str, rng: np.random.Generator) -> float:
     return _error(found, expected) if is_equal else math.inf
 
 
-def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
+def _check_noise(_: str, device: str, rng: np.random.Generator) -> float:
     """Compares scores with noise on the device with the host's definition, always in float32."""
-    del name
     num_rows, vocab_size = int(rng.integers(1, 20)), 5000
     logits = normal(torch.float32, device, rng, num_rows, vocab_size)
     keys, positions = (torch.tensor(rng.integers(0, 1 << 62, num_rows), device=device) for _ in range(2))
