@@ -22,7 +22,6 @@ SPLIT_ROWS = 64  # calls of at most so many rows have a program per part
 SPLIT_OUTPUTS = 64  # outputs of such a program
 SPLIT_PROGRAMS = 128  # the most that parts may lead to: about the SMs of a GPU
 MIN_PART = 512  # values
-PART_MULTIPLE = 128  # of BLOCK_K, so that parts end with a step
 
 
 class ProductTile(NamedTuple):
@@ -54,7 +53,7 @@ def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
     parts, programs = 1, -(-num_outputs // SPLIT_OUTPUTS)
     while 2 * parts * programs <= SPLIT_PROGRAMS and size >= 2 * parts * MIN_PART:
         parts *= 2
-    length = -(-size // (parts * PART_MULTIPLE)) * PART_MULTIPLE
+    length = -(-size // (parts * 128)) * 128  # a multiple of every block_k, so that parts end with a step
     return -(-size // length), length
 
 
@@ -77,10 +76,8 @@ def sum_part(
     sums = tl.zeros([is_output.shape[0], is_row.shape[1]], tl.float32)
     for first in range(start, tl.minimum(start + length, size), BLOCK_K):
         is_dim = first + dims < size
-        left_mask = is_output & is_dim[None, :] if HAS_TAIL else is_output
-        right_mask = is_row & is_dim[:, None] if HAS_TAIL else is_row
-        left = tl.load(weights + first, mask=left_mask, other=0.0)
-        right = tl.load(inputs + first, mask=right_mask, other=0.0)
+        left = tl.load(weights + first, mask=(is_output & is_dim[None, :]) if HAS_TAIL else is_output, other=0.0)
+        right = tl.load(inputs + first, mask=(is_row & is_dim[:, None]) if HAS_TAIL else is_row, other=0.0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
     return sums
 
@@ -119,8 +116,7 @@ def product_kernel(
             sums += sum_part(*operands, start, part_length, size, BLOCK_K, HAS_TAIL)
     else:
         sums = sum_part(*operands, tl.program_id(2) * part_length, part_length, size, BLOCK_K, HAS_TAIL)
-    elements = row * num_outputs + output
-    is_element = is_row & is_output
+    elements, is_element = row * num_outputs + output, is_row & is_output
     if part_sums is not None:
         stride = num_rows.to(tl.int64) * num_outputs
         tl.store(part_sums + tl.program_id(2) * stride + elements, sums, mask=is_element)
@@ -144,10 +140,14 @@ class MatrixProduct:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._arrived = torch.zeros(SPLIT_PROGRAMS // 2, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(SPLIT_PROGRAMS // 2, dtype=torch.int32, device=device)
 
     def __call__(
-        self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Returns rows [T, K] @ weight [N, K]^T + bias [N], [T, N], in `out` if given; queued on the current stream.
 
@@ -170,7 +170,7 @@ class MatrixProduct:
             grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
             on_grid(product_kernel, *grid)(
                 *(rows, weight, bias, rows.stride(0), num_rows, num_outputs, size, length, num_parts),
-                *(sums, self._arrived if is_split else None, out),
+                *(sums, self.arrived if is_split else None, out),
                 **tile.constants(size, in_turn=num_parts > 1 and not is_split),
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,

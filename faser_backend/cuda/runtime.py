@@ -220,10 +220,8 @@ def open_cuda_runtime(engine_dir: Path, manifest: EngineManifest) -> CudaRuntime
 def open_on_device(programs: ProgramSource, models: ModelPair, kv_block_size: int, *, dtype: str) -> CudaRuntime:
     """Opens a runtime for models of any origin on the current GPU, or on torch's CPU device without one."""
     device = current_device()
-    shares, make_capturer = None, None
-    if prepare_cuda():
-        shares = open_menu(torch.cuda, device.index, load_driver)
-        make_capturer = GraphCapturer
+    shares = open_menu(torch.cuda, device.index, load_driver) if prepare_cuda() else None
+    make_capturer = None if shares is None else GraphCapturer
     if shares is None:
         _log.warning("runtime torch: no CUDA device; computing on the CPU, which is for tests only")
     return CudaRuntime(device, programs, models, kv_block_size, dtype=dtype, shares=shares, make_capturer=make_capturer)

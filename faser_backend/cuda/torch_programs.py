@@ -355,8 +355,7 @@ class TorchBlock(_DraftSegment):
         if self.head.bias is None:
             return logits
         table, columns = self.head.bias
-        bias = torch.empty_like(logits)
-        self.product(table.index_select(0, previous), columns, out=bias)
+        bias = self.product(table.index_select(0, previous), columns, out=torch.empty_like(logits))
         return bias.add_(logits)
 
 
@@ -386,15 +385,10 @@ class _HeadCall(SegmentCall):
         hidden, found = self.attend(0, tensors["hidden"], qkv, tensors["logit_rows"])  # [R, d]
         normed = torch.empty_like(hidden)
         add_rms_norm(hidden, found, weights.norm, eps, tensors["hidden_out"], normed)
-        self._put_logits(normed, tensors["logits"])
-
-    def _put_logits(self, normed: torch.Tensor, logits: torch.Tensor) -> None:
-        """Writes logits [R, vocab_size] by the target's ids, which samplers use; ids without logits get -inf."""
-        token_ids = self._head.token_ids
-        if token_ids is None:
-            self.product(normed, self.weights.head, out=logits)
-            return
-        known = logits.new_empty(normed.shape[0], token_ids.shape[0])
-        self.product(normed, self.weights.head, out=known)
-        logits.fill_(float("-inf"))
-        logits.index_copy_(1, token_ids, known)
+        # Samplers use the target's ids; ids without logits get -inf.
+        logits, token_ids = tensors["logits"], self._head.token_ids
+        known = logits if token_ids is None else logits.new_empty(normed.shape[0], token_ids.shape[0])
+        self.product(normed, weights.head, out=known)
+        if token_ids is not None:
+            logits.fill_(float("-inf"))
+            logits.index_copy_(1, token_ids, known)

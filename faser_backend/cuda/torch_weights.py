@@ -114,7 +114,8 @@ def load_head(
             if "confidence_weight" in reader.names:
                 weight = reader.matrix("confidence_weight")[0].float()
                 own["confidence"], of_tokens = weight.split([spec.hidden_size, table.shape[1]])
-                own["token_confidences"] = (table.float() @ of_tokens + reader.norm("confidence_bias")).cpu().numpy()
+                of_tokens = (table.float() * of_tokens).sum(1) + reader.norm("confidence_bias")
+                own["token_confidences"] = of_tokens.cpu().numpy()
     else:
         token_ids = reader.integers("token_ids")
         is_id = token_ids < spec.vocab_size  # the target has no padding rows of the vocabulary

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,8 +36,6 @@ WIDTHS = (64, 1000, 4096)  # of hidden states
 WEIGHTS = ((4096, 1024), (1024, 3072))  # outputs and inputs of products
 ROW_COUNTS = (1, 5, 16, 33, 64, 65, 200, 512)
 POISON = 7.0
-
-
 # Heads and blocks by type. They are few because each is compiled; tests without a GPU cover many more.
 COMMON = {"num_kv_heads": 8, "group": 4, "head_dim": 128, "kv_block_size": 16}
 GEOMETRIES = {
@@ -108,11 +107,8 @@ def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
 
 def _check_norm(name: str, device: str, rng: np.random.Generator) -> float:
     hidden = _random_rows(name, device, rng, int(rng.choice(WIDTHS)))
-    delta, weight = (
-        normal(hidden.dtype, device, rng, *hidden.shape),
-        normal(torch.float32, device, rng, hidden.shape[1]),
-    )
-    inputs = (hidden, delta, weight, 1e-6)
+    delta = normal(hidden.dtype, device, rng, *hidden.shape)
+    inputs = (hidden, delta, normal(torch.float32, device, rng, hidden.shape[1]), 1e-6)
     return _compare(add_rms_norm, reference.add_rms_norm, inputs, hidden, hidden)
 
 
@@ -124,8 +120,7 @@ def _check_rotation(name: str, device: str, rng: np.random.Generator) -> float:
     angles = torch.outer(torch.arange(500), 10_000.0 ** (-torch.arange(head_dim // 2) / (head_dim // 2))).to(device)
     norm = normal(torch.float32, device, rng, head_dim) if rng.random() < 0.5 else None
 
-    def rotate(*arguments: Any) -> None:
-        rotate_heads(*arguments, num_heads=heads, q_norm=norm, k_norm=norm, eps=1e-6)
+    rotate = partial(rotate_heads, num_heads=heads, q_norm=norm, k_norm=norm, eps=1e-6)
 
     def expect(qkv: Any, positions: Any, cos: Any, sin: Any, out: Any) -> None:
         reference.rotate_heads(qkv, positions, cos, sin, norm, norm, 1e-6, heads, out)
@@ -134,29 +129,24 @@ def _check_rotation(name: str, device: str, rng: np.random.Generator) -> float:
 
 
 def _check_gate(name: str, device: str, rng: np.random.Generator) -> float:
-    width = int(rng.choice(WIDTHS))
-    gate_up = _random_rows(name, device, rng, 2 * width)
-    return _compare(gated_silu, reference.gated_silu, (gate_up,), gate_up[:, :width])
+    gate_up = _random_rows(name, device, rng, 2 * int(rng.choice(WIDTHS)))
+    return _compare(gated_silu, reference.gated_silu, (gate_up,), gate_up.chunk(2, dim=1)[0])
 
 
 def _check_product(name: str, device: str, rng: np.random.Generator) -> float:
     """Also compares bits of rows between calls; a CPU's products differ, so there is one call there."""
     shape = WEIGHTS[int(rng.integers(len(WEIGHTS)))]
     weight = normal(DTYPES[name], device, rng, *shape) / math.sqrt(shape[1])
-    counts = ROW_COUNTS if weight.is_cuda else (3,)
+    counts, product = (ROW_COUNTS if weight.is_cuda else (3,)), MatrixProduct(weight.device)
     rows, given = normal(weight.dtype, device, rng, counts[-1], shape[1]), (weight, weight[:, 0].clone())
-    found = [torch.full((count, shape[0]), POISON, device=device) for count in counts]
-    for out in found:
-        MatrixProduct(weight.device)(rows[: len(out)], *given, out)
-    expected = torch.empty_like(found[-1])
-    reference.product(rows, *given, expected)
-    is_equal = all(torch.equal(out, found[-1][: len(out)]) for out in found)
-    return _error(found[-1], expected) if is_equal else math.inf
+    *others, found = (product(rows[:n], *given, torch.full((n, shape[0]), POISON, device=device)) for n in counts)
+    reference.product(rows, *given, expected := torch.empty_like(found))
+    is_equal = all(torch.equal(other, found[: len(other)]) for other in others)
+    return _error(found, expected) if is_equal else math.inf
 
 
-def _check_noise(name: str, device: str, rng: np.random.Generator) -> float:
+def _check_noise(_: str, device: str, rng: np.random.Generator) -> float:
     """Compares scores with noise on the device with the host's definition, always in float32."""
-    del name
     num_rows, vocab_size = int(rng.integers(1, 20)), 5000
     logits = normal(torch.float32, device, rng, num_rows, vocab_size)
     keys, positions = (torch.tensor(rng.integers(0, 1 << 62, num_rows), device=device) for _ in range(2))

@@ -56,10 +56,8 @@ def checked_device(context: Context) -> torch.device:
 def model_pair(shape: Pair, dtype: str) -> ModelPair:
     """Returns both models as a manifest describes them; their weight files do not exist."""
     cuts = (*shape.exit_layers, shape.target.num_layers)
-    return ModelPair(
-        _model_engine("target", shape.target, cuts, dtype),
-        _model_engine("draft", shape.draft, (shape.draft.num_layers,), dtype),
-    )
+    draft = _model_engine("draft", shape.draft, (shape.draft.num_layers,), dtype)
+    return ModelPair(_model_engine("target", shape.target, cuts, dtype), draft)
 
 
 def _model_engine(name: str, spec: ModelSpec, cuts: tuple[int, ...], dtype: str) -> ModelEngine:

@@ -50,11 +50,7 @@ def as_graph(device: str, work: Work) -> Work:
     """Returns the work as a captured graph, so that launches cost no host time; the work itself on a CPU."""
     if device != "cuda":
         return work
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # compiles and allocates before the capture
-        work()
-    torch.cuda.current_stream().wait_stream(side)
+    work()  # compiles before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
@@ -69,8 +65,7 @@ def copy_bytes_per_s(device: str, num_bytes: int) -> float:
 
 
 def peaks(context: Context) -> Result:
-    """Measures copy bandwidth over buffer sizes, and bf16 products of a tall weight with few rows and of a large
-    square."""
+    """Measures copy bandwidth over buffer sizes, and torch's bf16 products by rows."""
     sizes = (1 << 16, 1 << 20) if context.is_tiny else (4 << 20, 32 << 20, 256 << 20, 1 << 30, 4 << 30)
     found: Result = {"copies": [], "products": []}
     for num_bytes in sizes:
@@ -79,7 +74,7 @@ def peaks(context: Context) -> Result:
         context.save(found)
     width, depth = (64, 64) if context.is_tiny else (12288, 4096)
     for num_rows in (1, 8) if context.is_tiny else GEMM_ROWS:
-        found["products"].append(_product(context.device, num_rows, depth, 8192 if num_rows == 8192 else width))
+        found["products"].append(_product(context.device, num_rows, depth, width))
         context.save(found)
     if context.is_cuda:
         found["clocks"] = query_gpu()  # right after the largest product, while clocks are still those under load
@@ -88,10 +83,9 @@ def peaks(context: Context) -> Result:
 
 def _product(device: str, num_rows: int, depth: int, width: int) -> dict[str, float]:
     """Times x [num_rows, depth] @ w [width, depth]^T over several weights, so that none stays in the cache."""
-    copies = 1 if num_rows == 8192 else 4
-    weights = [torch.empty(width, depth, dtype=torch.bfloat16, device=device).normal_() for _ in range(copies)]
+    weights = [torch.empty(width, depth, dtype=torch.bfloat16, device=device).normal_() for _ in range(4)]
     x = torch.empty(num_rows, depth, dtype=torch.bfloat16, device=device).normal_()
-    each_us = median_us(device, lambda: [torch.nn.functional.linear(x, weight) for weight in weights]) / copies
+    each_us = median_us(device, lambda: [torch.nn.functional.linear(x, weight) for weight in weights]) / 4
     return {
         "rows": num_rows,
         "us": each_us,

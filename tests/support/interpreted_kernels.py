@@ -428,7 +428,7 @@ def test_products(dtype, num_rows, num_outputs, size, has_bias):
         reference.product(rows, weight, bias, wanted)
         if num_rows:
             close(out, wanted)
-    assert not PRODUCT._arrived.any()
+    assert not PRODUCT.arrived.any()
 
 
 def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from faser_backend.cuda import torch_programs
 from faser_backend.plugins.launch import runs_kernel
@@ -16,9 +17,18 @@ from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, reference_logits, write_model
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
+PRODUCTS = {"mm", "addmm", "linear", "matmul", "__matmul__", "mv", "bmm", "baddbmm", "einsum", "dot"}
 MAX_ERROR = 2e-4
 BLOCK_SIZE = 64
 TABLES = np.array([[5], [3]])
+
+
+class NoProducts(TorchFunctionMode):
+    """Refuses torch's products, whose bits depend on the number of rows."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert getattr(function, "__name__", "") not in PRODUCTS, function
+        return function(*args, **(kwargs or {}))
 
 
 def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,15 +41,19 @@ def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monk
     sequences = [rng.integers(0, VOCAB_SIZE, length) for length in (12, 16)]
     expected = [reference_logits(reference, tokens) for tokens in sequences]
     prefill = make_rows(sequences, [0, 0], [3, 8], TABLES, np.zeros(0, np.int64))
-    runner.run_segment(1, prefill, runner.run_segment(0, prefill, None))
+    with NoProducts():
+        runner.run_segment(1, prefill, runner.run_segment(0, prefill, None))
     for starts, counts in (([3, 8], [3, 2]), ([6, 10], [1, 1])):
         rows = make_rows(sequences, starts, counts, TABLES)
         candidates = rng.integers(0, VOCAB_SIZE, (rows.num_rows, 3))
-        hidden, scores = runner.run_segment_with_scores(0, rows, None, candidates)
-        logits = runner.run_segment(1, rows, runner.take_rows(hidden, np.arange(rows.num_rows)))
+        with NoProducts():
+            hidden, scores = runner.run_segment_with_scores(0, rows, None, candidates)
+            logits = runner.run_segment(1, rows, runner.take_rows(hidden, np.arange(rows.num_rows)))
         wanted = np.concatenate([expected[i][starts[i] : starts[i] + counts[i]] for i in range(2)])
         assert np.abs(logits.numpy() - wanted).max() <= MAX_ERROR
         assert np.isfinite(scores.numpy()).all() and scores.any()
+    with pytest.raises(AssertionError, match="linear"), NoProducts():
+        torch.nn.functional.linear(hidden, hidden)
     bounds = [key for calls in runner._calls for key in calls]
     program = runner._programs[1]
     splits = {program.num_splits(bound, runner.pool.keys(1)) for bound in bounds}  # pyright: ignore[reportAttributeAccessIssue]
