@@ -173,9 +173,6 @@ class PromptFormat:
         begins = adds_special_tokens and self.adds_begin_token
         return replace(self, adds_special_tokens=adds_special_tokens, adds_begin_token=begins)
 
-    def renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.chat_template, self.special_tokens)
-
 
 def read_template(file: Path) -> str:
     """Reads a file with a chat template. Raises ConfigError naming the file."""
