@@ -120,7 +120,6 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         """Returns the device's draft loop, or None if the host drafts token by token."""
-        ...
 
     def is_fatal(self, error: BaseException) -> bool:
         """Tells whether this process cannot use the device any more after this error of a step."""
