@@ -58,7 +58,7 @@ def train_head(*, options: HeadOptions) -> None:
         raise ConfigError("train-head needs torch: pip install 'faser-backend[train]'")
     from faser_backend.lab.train_head.run import save_trained, train, write
 
-    options.check_kind()
+    options.check_use()
     stages = {"write": write, "train": train, "save": save_trained}
     for stage in options.stage or stages:
         stages[stage](options)

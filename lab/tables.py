@@ -59,8 +59,6 @@ def check_output(directory: Path, num_bytes: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except FileError as error:
         raise ConfigError(f"--output = {error}; name a directory to write into") from None
-    except OSError as error:
-        raise ConfigError(f"--output = {str(directory)!r}: {error.strerror}; name a directory to write into") from None
 
 
 def write_results(stem: Path, title: str, meta: dict[str, Any], lines: list[str], rows: Any) -> str:

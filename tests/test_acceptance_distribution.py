@@ -65,13 +65,13 @@ def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray
     frontier = Frontier.whole(np.stack([first, second], axis=1), np.full(size, 2), draft_probs)
     accept_uniforms = np.stack([COINS[coin1], COINS[coin2], COINS[coin2]], axis=1).ravel()
     num_kept = prune(first, second)
+    kept = np.flatnonzero(np.arange(3) < num_kept[:, None])
     result = accept_by_rejection(
         frontier,
-        target_probs.reshape(-1, 3),
-        np.arange(size + 1) * 3,
-        accept_uniforms,
-        np.repeat(COINS[coin3], 3),
-        num_kept=num_kept,
+        target_probs.reshape(-1, 3)[kept],
+        np.concatenate([[0], np.cumsum(num_kept)]),
+        accept_uniforms[kept],
+        np.repeat(COINS[coin3], 3)[kept],
     )
     tokens, num_emitted = result.tokens, result.num_emitted.copy()
     reached = (num_kept < 3) & (result.num_accepted >= num_kept - 1)

@@ -254,8 +254,8 @@ def wrong_at_pruned_rows(redraw: Callable[[np.ndarray, np.ndarray], np.ndarray])
     """Wraps accept_by_rejection: replaces x_N where row N was pruned; redraw(p, q) gives the weights."""
     real = acceptance.accept_by_rejection
 
-    def wrong(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, *, num_kept) -> Acceptance:
-        result = real(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms, num_kept=num_kept)
+    def wrong(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms) -> Acceptance:
+        result, num_kept = real(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms), np.diff(cu_rows)
         for b in np.flatnonzero((num_kept <= frontier.num_drafted) & (result.num_accepted >= num_kept - 1)):
             last = num_kept[b] - 1
             row = cu_rows[b] + last
@@ -285,8 +285,8 @@ def spread_look_ups(self: NgramProposer, drafted: np.ndarray, num_drafted: np.nd
 
 
 def with_uniforms(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]):
-    def wrong(frontier, target_probs, cu_rows, *uniforms: np.ndarray, num_kept):
-        return ACCEPT(frontier, target_probs, cu_rows, *change(*uniforms), num_kept=num_kept)
+    def wrong(frontier, target_probs, cu_rows, *uniforms: np.ndarray):
+        return ACCEPT(frontier, target_probs, cu_rows, *change(*uniforms))
 
     return [(verify, "accept_by_rejection", wrong)]
 

@@ -11,7 +11,7 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,24 +59,35 @@ def generate(
 
     Print the text as it grows, then speed and acceptance.
     """
-    from faser_backend.api.batch import check_params
-    from faser_backend.api.llm import LLM
     from faser_backend.api.params import SamplingParams
-    from faser_backend.serving.loading import shown_phases
-    from faser_backend.serving.model_source import find_engine
 
     asked = read_prompt(options, serving.chat_template)
     params = SamplingParams(**draws.model_dump(), include_stop_str_in_output=True)
-    given = engine.model_dump(exclude_unset=True) | find_engine(run)
     on_step = explainer(partial(print, file=sys.stderr)) if options.explain else None
-    check_params(params)
-    with (
-        shown_phases(in_pipes=False) as phases,
-        LLM(chat_template=serving.chat_template, on_step=on_step, max_num_seqs=1, **given) as llm,
-    ):
-        phases.end()
+    with _opened(run, serving, engine, params, on_step) as llm:
         result = _answer(llm, asked, params, next(iter(engine.adapters), ""), is_shown=not options.is_json)
     print(json.dumps(result) if options.is_json else f"\n{report_line(result)}")
+
+
+@contextlib.contextmanager
+def _opened(
+    run: RunOptions,
+    serving: ServingOptions,
+    engine: EngineConfig,
+    params: SamplingParams,
+    on_step: Callable[[StepRecord], None] | None = None,
+) -> Iterator[LLM]:
+    """Checks the parameters, and opens the engine for one request at a time."""
+    from faser_backend.api.batch import check_params
+    from faser_backend.api.llm import LLM
+    from faser_backend.serving.loading import shown_phases
+    from faser_backend.serving.model_source import find_engine
+
+    check_params(params)
+    given = {**engine.model_dump(exclude_unset=True), **find_engine(run), "max_num_seqs": 1, "on_step": on_step}
+    with shown_phases(in_pipes=False) as phases, LLM(chat_template=serving.chat_template, **given) as llm:
+        phases.end()
+        yield llm
 
 
 def read_prompt(options: GenerateOptions, chat_template: Path | None) -> Prompt:
@@ -140,14 +151,15 @@ def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, lora: str, *, is_s
 
 
 def accepted_words(num_drafted: int, num_accepted: int) -> str:
-    """Returns the acceptance in words. num_drafted: at least 1."""
+    """Returns the acceptance in words."""
+    if not num_drafted:
+        return "nothing drafted"
     return f"accepted {num_accepted} of {num_drafted} drafted tokens ({num_accepted / num_drafted:.0%})"
 
 
 def report_line(result: dict[str, Any]) -> str:
     """Returns the figures that follow the text."""
-    drafted = result["num_drafted"]
-    speculation = accepted_words(drafted, result["num_accepted"]) if drafted else "nothing drafted"
+    speculation = accepted_words(result["num_drafted"], result["num_accepted"])
     pruning = f"; {result['num_pruned']} rows pruned" if result["num_pruned"] else ""
     return (
         f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.3g} tokens/s; "
@@ -215,18 +227,11 @@ def chat(*, run: RunOptions, serving: ServingOptions, options: ChatOptions, engi
 
     Enter a message per line. Type /reset to restart, /quit to end.
     """
-    from faser_backend.api.batch import check_params
-    from faser_backend.api.llm import LLM
     from faser_backend.api.params import SamplingParams
-    from faser_backend.serving.loading import shown_phases
-    from faser_backend.serving.model_source import find_engine
     from faser_backend.text.prompts import NO_TEMPLATE
 
     params = SamplingParams(**options.model_dump(exclude_unset=True, exclude={"system"}))
-    check_params(params)
-    limits = {**engine.model_dump(exclude_unset=True), "max_num_seqs": 1} | find_engine(run)
-    with shown_phases(in_pipes=False) as phases, LLM(chat_template=serving.chat_template, **limits) as llm:
-        phases.end()
+    with _opened(run, serving, engine, params) as llm:
         if not llm.has_chat_template:
             raise ConfigError(f"{llm.engine_dir}: {NO_TEMPLATE}")
         _Talk(llm, params, options.system).run()
@@ -304,5 +309,5 @@ def _figures(last: RequestOutput, seconds: float) -> str:
     figures = f"{len(last.token_ids)} tokens, {len(last.token_ids) / seconds:.3g} tokens/s"
     if not last.finished:
         return f"{figures}; interrupted"
-    drafts = accepted_words(last.num_drafted, last.num_accepted) if last.num_drafted else "nothing drafted"
+    drafts = accepted_words(last.num_drafted, last.num_accepted)
     return f"{figures}; {drafts}" + "; cut at --max-tokens" * (last.outputs[0].finish_reason == "length")

@@ -24,7 +24,6 @@ class GrammarState(Protocol):
 
     def rollback(self, num_tokens: int) -> None:
         """Undoes the last num_tokens that `advance` took."""
-        ...
 
     def allowed(self) -> np.ndarray:
         """Returns bool [V]: the tokens that may come next, at least one; end tokens if the answer may end."""

@@ -122,13 +122,11 @@ class Sampler(Protocol):
         self, slot: int, sampling: Sampling, token_ids: np.ndarray, num_prompt_tokens: int, end_ids: tuple[int, ...]
     ) -> None:
         """Starts a slot. token_ids [num_tokens]: prompt and, after a preemption, output so far."""
-        ...
 
     def remove(self, slot: int) -> None: ...
 
     def append(self, slot: int, tokens: list[int]) -> None:
         """Commits emitted tokens to the slot's rules."""
-        ...
 
     def has_rules(self, slots: np.ndarray) -> bool:
         """Returns whether a draw for any of these slots [A] depends on the tokens before it."""

@@ -12,12 +12,12 @@ from threadpoolctl import threadpool_limits
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import TWO_PARTS, ModelSpec
-from faser_backend.core.ports import Behind, DraftLoop, Sampler
+from faser_backend.core.ports import Behind
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cpu.weights import useful_threads
 from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
-from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner
+from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner, Runtime
 from faser_backend.manifest import EngineManifest, ModelEngine
 
 KV_MEMORY_SHARE = 0.25  # of free memory
@@ -25,8 +25,12 @@ KV_MEMORY_SHARE = 0.25  # of free memory
 Split = tuple[CorePartition, CorePartition]  # (draft, target)
 
 
-class LlvmRuntime:
-    """The CPU's runtime for one engine directory. The caller owns everything that it opens."""
+class LlvmRuntime(Runtime[CorePartition, KvPool]):
+    """The CPU's runtime for one engine directory. The caller owns everything that it opens.
+
+    Calls are synchronous, and logits are in host memory, where the host draws tokens without a transfer: what the port
+    asks of threads, queues and draft loops is nothing here.
+    """
 
     def __init__(
         self,
@@ -64,9 +68,6 @@ class LlvmRuntime:
     def bytes_per_block(self, spec: ModelSpec) -> int:
         return KvPool.bytes_per_block(spec, self.kv_block_size, self._kv_cache_dtype)
 
-    def bind_step_thread(self) -> None:
-        """Does nothing: calls are synchronous."""
-
     def open_pool(self, model: ModelEngine, num_blocks: int) -> KvPool:
         return KvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._kv_cache_dtype)
 
@@ -92,18 +93,9 @@ class LlvmRuntime:
     def open_sampler(self, vocab_size: int, max_num_seqs: int) -> NumpySampler:
         return NumpySampler(vocab_size, max_num_seqs)
 
-    def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
-        """Returns None: logits are in host memory, so the host draws tokens without a transfer."""
-
     def is_fatal(self, error: BaseException) -> bool:
         """Returns False: no error of a step breaks a CPU."""
         return False
-
-    def synchronize(self) -> None:
-        """Does nothing: calls are synchronous."""
-
-    def close(self) -> None:
-        """Does nothing: the caller owns what was opened."""
 
 
 def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> LlvmRuntime:

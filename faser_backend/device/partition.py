@@ -32,7 +32,6 @@ class ComputePartition(Protocol):
 
     def bind_current_thread(self) -> None:
         """Binds the calling thread's further work to this share."""
-        ...
 
 
 Share = TypeVar("Share", bound=ComputePartition)

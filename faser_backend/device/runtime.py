@@ -59,7 +59,6 @@ Result = TypeVar("Result")
 class Closable(Protocol):
     def close(self) -> None:
         """Releases all resources. May be called again; the object cannot be used afterwards."""
-        ...
 
 
 class OpenRunner(ModelRunner, Closable, Protocol):
@@ -105,13 +104,11 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
         Call it before building an engine and before every step. Cheap if nothing changes.
         """
-        ...
 
     def open_pool(self, model: ModelEngine, num_blocks: int) -> Pool: ...
 
     def fill_pool(self, pool: Pool, numbers: np.ndarray) -> None:
         """Sets every key and value to numbers [head_dim], for timing calls on an unwritten pool."""
-        ...
 
     def open_runner(self, model: ModelEngine, share: Share, pool: Pool) -> OpenRunner:
         """Opens a runner on the calling thread, which must be bound to the share if that is one of a split."""
@@ -123,7 +120,6 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
     def open_draft_loop(self, runner: OpenRunner, sampler: Sampler) -> DraftLoop | None:
         """Returns the device's draft loop, or None if the host drafts token by token."""
-        ...
 
     def is_fatal(self, error: BaseException) -> bool:
         """Tells whether this process cannot use the device any more after this error of a step."""
@@ -131,4 +127,3 @@ class Runtime(Closable, Protocol[Share, Pool]):
 
     def synchronize(self) -> None:
         """Waits for all work that the calling thread queued; for measurements only, never in a step."""
-        ...

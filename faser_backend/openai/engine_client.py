@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -20,13 +19,12 @@ from pathlib import Path
 from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.openai.requests import Generation
-from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife
+from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife, report_ended
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.text.guides import read_guide
 from faser_backend.triton.link import DIRECT, SocketLink, socket_id
 
-_log = logging.getLogger(__name__)
 FOLLOW_POLL_S = 0.2  # between two checks for a new engine
 CONNECT_S = 5.0
 SEND_S = 5.0  # time for the engine to take a request
@@ -113,12 +111,7 @@ class EngineClient:
                 with suppress(FaserError):
                     connection.link.cancel(request.request_id)
             self._close_replaced(connection)
-            life.ended_ns = time.perf_counter_ns()
-            for listener in self._listeners:
-                try:
-                    listener(life)
-                except Exception:  # the request is answered all the same
-                    _log.exception("a listener failed for an ended request")
+            report_ended(life, self._listeners)
 
     async def close(self) -> None:
         self._follower.cancel()

@@ -19,17 +19,13 @@ from faser_backend.core.ports import NO_TOKEN, DraftTokens
 PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_RECOVER = 1, 2, 3
 
 
-def accept_matches(
-    frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray, *, num_kept: np.ndarray | None = None
-) -> Acceptance:
+def accept_matches(frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray) -> Acceptance:
     """Sample-and-match. sampled [R] are the target's draws; row j of sequence b is cu_rows[b] + j.
 
-    cu_rows [B + 1]; num_kept [B], in [1, num_drafted + 1], counts the rows that were computed whole (default:
-    all rows of cu_rows). The emitted tokens are the target's own draws, so they do not depend on what was
-    drafted or pruned.
+    cu_rows [B + 1] of the rows that went through the whole target, 1 to num_drafted + 1 of each sequence. The emitted
+    tokens are the target's own draws, so they do not depend on what was drafted or pruned.
     """
-    num_columns = frontier.drafted.shape[1]
-    num_kept = _kept_rows(cu_rows, num_kept)
+    num_columns, num_kept = frontier.drafted.shape[1], np.diff(cu_rows)
     tokens = sampled[_padded_rows(cu_rows, num_kept, num_columns + 1)]  # [B, K + 1]
     num_tested = np.minimum(frontier.num_drafted, num_kept)
     num_accepted = _leading(tokens[:, :-1] == frontier.drafted, num_tested)
@@ -43,8 +39,6 @@ def accept_by_rejection(
     cu_rows: np.ndarray,
     accept_uniforms: np.ndarray,
     sample_uniforms: np.ndarray,
-    *,
-    num_kept: np.ndarray | None = None,
 ) -> Acceptance:
     """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K', V] are processed probabilities.
 
@@ -52,7 +46,7 @@ def accept_by_rejection(
     distribution puts everything on it. It is tested by row j:
     accepted iff accept_uniforms[row] * q < p. The token after the accepted ones is drawn with
     sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
-    (0, 1). cu_rows and num_kept as in accept_matches.
+    (0, 1). cu_rows as in accept_matches.
     """
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs
@@ -60,7 +54,7 @@ def accept_by_rejection(
         if num_columns:
             raise ValueError("frontier.draft_probs = None: rejection sampling needs the draft's probabilities")
         draft_probs = np.zeros((num_sequences, 0, target_probs.shape[1]), np.float32)
-    num_kept = _kept_rows(cu_rows, num_kept)
+    num_kept = np.diff(cu_rows)
     rows = _padded_rows(cu_rows, num_kept, num_columns + 1)
     p = target_probs[rows[:, :-1], frontier.drafted]  # [B, K]
     q = _drafted_probs(frontier, draft_probs)
@@ -131,10 +125,6 @@ def _residual(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     is_empty = ~residual.any(axis=1)
     residual[is_empty] = p[is_empty]
     return residual
-
-
-def _kept_rows(cu_rows: np.ndarray, num_kept: np.ndarray | None) -> np.ndarray:
-    return np.diff(cu_rows) if num_kept is None else num_kept
 
 
 def _padded_rows(cu_rows: np.ndarray, num_kept: np.ndarray, width: int) -> np.ndarray:

@@ -6,7 +6,6 @@ logits and log-probabilities too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -104,48 +103,40 @@ def _ends_with_stop(sequence: Sequence, tokens: list[int], count: int) -> bool:
     return any(tail[-len(stop) :] == list(stop) for stop in stops)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Extras:
-    """Logits and log-probabilities that a request gets with the n tokens of a step; None if not requested."""
-
-    log_probs: list[float] | None = None  # [n]
-    generation_logits: np.ndarray | None = None  # [n, V] float32
-    context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, with the first tokens alone
-    context_log_probs: np.ndarray | None = None  # of EngineOutput, with the first tokens alone
-
-    def attach(self, output: EngineOutput) -> None:
-        """Adds the extras to an output of these tokens, or of the first of them."""
-        num_tokens = len(output.token_ids)
-        output.context_logits, output.context_log_probs = self.context_logits, self.context_log_probs
-        if self.log_probs is not None:
-            output.log_probs = self.log_probs[:num_tokens]
-        if self.generation_logits is not None:
-            output.generation_logits = self.generation_logits[:num_tokens]
+def attach(extras: EngineOutput, output: EngineOutput) -> None:
+    """Adds the extras to an output of these tokens, or of the first of them."""
+    num_tokens = len(output.token_ids)
+    output.context_logits, output.context_log_probs = extras.context_logits, extras.context_log_probs
+    if extras.log_probs is not None:
+        output.log_probs = extras.log_probs[:num_tokens]
+    if extras.generation_logits is not None:
+        output.generation_logits = extras.generation_logits[:num_tokens]
 
 
 def extras_of(
     sequence: Sequence, sampler: Sampler, verification: Verification, acceptance: Acceptance, index: int
-) -> Extras | None:
-    """Collects the extras of sequence `index` of a batch, before the sequence holds the tokens that it emits. Raises
-    FailedError that names the field."""
+) -> EngineOutput | None:
+    """Collects the logits and log-probabilities of sequence `index` of a batch, before the sequence holds the tokens
+    that it emits. Raises FailedError that names the field."""
     request = sequence.request
     if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):
         return None
     first, count = int(verification.cu_rows[index]), int(acceptance.num_emitted[index])
     logits = verification.logits[first : first + count]
-    log_probs = generated = context = context_summary = None
+    extras = EngineOutput(request.request_id, [])
     if request.wants_log_probs:
         drawn = acceptance.tokens[index, :count].clip(min=0)  # NO_TOKEN fails the request later
         with np.errstate(invalid="ignore"):
-            log_probs = blaming("return_log_probs", sampler.log_probs, logits, drawn).tolist()
+            extras.log_probs = blaming("return_log_probs", sampler.log_probs, logits, drawn).tolist()
     if request.wants_generation_logits:
-        generated = blaming("return_generation_logits", sampler.to_host, logits)
+        extras.generation_logits = blaming("return_generation_logits", sampler.to_host, logits)
     if sequence.owes_context_logits and request.wants_context_log_probs:
-        context_summary, sequence.context_log_probs = context_log_probs(sequence), None
+        extras.context_log_probs, sequence.context_log_probs = context_log_probs(sequence), None
     if sequence.owes_context_logits and request.wants_context_logits:
-        to_host = sampler.to_host
-        anchor = blaming("return_context_logits", to_host, logits[:1]) if generated is None else generated[:1]
-        context = context_logits(sequence, anchor.shape[1])
-        context[-1:] = anchor  # the first anchor is the prompt's last token
+        anchor = extras.generation_logits
+        if anchor is None:
+            anchor = blaming("return_context_logits", sampler.to_host, logits[:1])
+        extras.context_logits = context_logits(sequence, anchor.shape[1])
+        extras.context_logits[-1:] = anchor[:1]  # the first anchor is the prompt's last token
         sequence.context_logits = None
-    return Extras(log_probs, generated, context, context_summary)
+    return extras

@@ -12,16 +12,15 @@ from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler
-from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.acceptance import PURPOSE_DRAFT, draw, rank_drawn
-from faser_backend.pipeline.propose import Proposal
+from faser_backend.pipeline.propose import Proposal, Proposer
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, token_range_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.trim import chances, continues
 from faser_backend.policy.speculation import MAX_DRAFT_LAG
 
 
-class ModelProposer:
+class ModelProposer(Proposer):
     """Drafts with the draft model of a partition (pipeline/propose.py).
 
     keeps_probs: rejection sampling, which tests against the draft's processed probabilities and draws with noise of
@@ -105,9 +104,6 @@ class ModelProposer:
         self.times.lap("prefill_model")
         for sequence, stop in behind:
             sequence.draft_len = stop
-
-    def forget(self, sequence: Sequence) -> None:
-        """Does nothing: the only state of a sequence is KV, in blocks that the block manager frees."""
 
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         """Returns rows of the unread tokens, up to the anchor or the last uncommitted token. Chains of n-grams are

@@ -47,8 +47,6 @@ class Proposer(Protocol):
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         """Reads the unread tokens of each chunk."""
-        ...
 
     def forget(self, sequence: Sequence) -> None:
         """Drops all state of a sequence that has left its slot."""
-        ...

@@ -23,7 +23,7 @@ from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.commit import commit_tokens, extras_of, final_output, round_counts
+from faser_backend.pipeline.commit import attach, commit_tokens, extras_of, final_output, round_counts
 from faser_backend.pipeline.in_flight import join, merge, split, surviving, with_client_drafts, without_bonus
 from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
@@ -262,7 +262,7 @@ class StepRunner:
                 if sequence.request.wants_stats:  # a copy: the sequence goes on counting
                     output.stats = replace(stats, num_allocated_blocks=blocks.num_blocks_of(sequence.slot))
             if extras is not None:
-                extras.attach(output)
+                attach(extras, output)
             outputs.append(output)
         self.times.lap("commit")
         return outputs

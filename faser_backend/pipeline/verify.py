@@ -40,7 +40,8 @@ class Verifier:
     def _verify_with_exits(
         self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, rows: RowBatch, pruner: Pruner
     ) -> Verification:
-        exits = pruner.exits & runner.exits
+        exits, named = pruner.exits & runner.exits, frontier.candidates
+        assert named is not None, "an exit scores candidates"
         output: DeviceArray | None = None
         num_kept = frontier.num_rows
         num_row_layers = 0
@@ -51,7 +52,8 @@ class Verifier:
                 self._times.lap("target_model")
                 continue
             drawing = verify_sampling_rows(batch, frontier, rows.cu_rows)
-            candidates = _candidates_of(frontier, drawing)
+            # Row j of a sequence scores those for draft token j + 1, a bonus row any: [T, C].
+            candidates = named[drawing.sequence, np.minimum(drawing.num_drafted, named.shape[1] - 1)]
             self._times.lap("target_rows")
             output, scores = runner.run_segment_with_scores(segment, rows, output, candidates)
             self._times.lap("target_model")
@@ -79,11 +81,10 @@ class Verifier:
 
     def accept(self, batch: DecodeBatch, frontier: Frontier, verification: Verification) -> Acceptance:
         """Accepts by sample-and-match, or by rejection sampling if the frontier carries draft probabilities."""
-        cu_rows, num_kept = verification.cu_rows, verification.num_kept
+        sampler, cu_rows = self._sampler, verification.cu_rows
         rows = verify_sampling_rows(batch, frontier, cu_rows)
-        sampler = self._sampler
         if frontier.draft_probs is None:
-            return accept_matches(frontier, sampler.sample(verification.logits, rows), cu_rows, num_kept=num_kept)
+            return accept_matches(frontier, sampler.sample(verification.logits, rows), cu_rows)
         rounds = batch.rounds[rows.sequence]
         return accept_by_rejection(
             frontier,
@@ -91,12 +92,4 @@ class Verifier:
             cu_rows,
             sampler.uniforms(rows, PURPOSE_ACCEPT, rounds),
             sampler.uniforms(rows, PURPOSE_RECOVER, rounds),
-            num_kept=num_kept,
         )
-
-
-def _candidates_of(frontier: Frontier, drawing: SamplingRows) -> np.ndarray:
-    """Returns candidates [T, C]: row j of a sequence scores those for draft token j + 1, a bonus row any."""
-    assert frontier.candidates is not None
-    last = frontier.candidates.shape[1] - 1
-    return frontier.candidates[drawing.sequence, np.minimum(drawing.num_drafted, last)]

@@ -43,7 +43,6 @@ class SpeculationPolicy(Protocol):
 
     def observe(self, record: StepRecord) -> None:
         """Learns from a step that verified something."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

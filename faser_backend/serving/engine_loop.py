@@ -51,11 +51,12 @@ class Subscription:
 
     def stop_client(self, client_id: str) -> None:
         """Stops every request that was submitted under `client_id`, through any frontend."""
-        self._loop.stop_client(client_id)
+        self._loop.end_all(FinishReason.STOPPED, lambda route: route.client_id == client_id)
 
     def close(self) -> None:
         """Cancels running requests and ends `outputs`."""
-        self._loop.unsubscribe(self)
+        self._loop.end_all(FinishReason.CANCELLED, lambda route: route.subscriber is self)
+        self.deliver(None)
 
 
 @dataclass(slots=True, eq=False)
@@ -144,18 +145,11 @@ class EngineLoop:
                 return
         (self.engine.cancel if reason is FinishReason.CANCELLED else self.engine.stop)(request_id)
 
-    def stop_client(self, client_id: str) -> None:
+    def end_all(self, reason: FinishReason, is_meant: Callable[[_Route], bool]) -> None:
         with self._lock:
-            ids = [request_id for request_id, route in self._routes.items() if route.client_id == client_id]
+            ids = [request_id for request_id, route in self._routes.items() if is_meant(route)]
         for request_id in ids:
-            self.end(request_id, FinishReason.STOPPED)
-
-    def unsubscribe(self, subscriber: Subscription) -> None:
-        with self._lock:
-            ids = [request_id for request_id, route in self._routes.items() if route.subscriber is subscriber]
-        for request_id in ids:
-            self.end(request_id, FinishReason.CANCELLED)
-        subscriber.deliver(None)
+            self.end(request_id, reason)
 
     def _submit_guided(self, request: Request, result: Grammar | FaserError) -> None:
         """Submits a request whose grammar is compiled, unless it has ended. Runs on the compiler's thread."""

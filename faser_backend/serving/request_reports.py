@@ -17,7 +17,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -85,6 +85,16 @@ class RequestLife:
 
 
 Listener = Callable[[RequestLife], None]  # called once per request on a frontend's thread; must not block
+
+
+def report_ended(life: RequestLife, listeners: Iterable[Listener]) -> None:
+    """Calls the listeners with a request that has ended now. Logs their errors."""
+    life.ended_ns = time.perf_counter_ns()
+    for listener in listeners:
+        try:
+            listener(life)
+        except Exception:  # the request is answered all the same
+            _requests.exception("a listener failed for an ended request", extra=about(life.request_id))
 
 
 # -- logs -------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class StopMatcher:
         sent = len(self._tail) - self._num_unsent
         match = self._first_match(seen, len(self._tail))
         if match is not None:
-            start, end = match
+            end, start = match
             self.matched = seen[start:end]
             return seen[sent : max(sent, end if self._includes_stop else start)], True
         held = 0 if self._includes_stop else max(num_may_begin(seen, stop) for stop in self._stops)
@@ -117,13 +117,9 @@ class StopMatcher:
         return held
 
     def _first_match(self, seen: str, num_old: int) -> tuple[int, int] | None:
-        best: tuple[int, int] | None = None  # (end, start)
-        for stop in self._stops:
-            start = seen.find(stop, max(0, num_old - len(stop) + 1))
-            if start >= 0:
-                candidate = (start + len(stop), start)
-                best = candidate if best is None else min(best, candidate)
-        return None if best is None else (best[1], best[0])
+        """Returns where the first match ends and starts."""
+        starts = ((stop, seen.find(stop, max(0, num_old - len(stop) + 1))) for stop in self._stops)
+        return min(((start + len(stop), start) for stop, start in starts if start >= 0), default=None)
 
 
 def num_may_begin(text: str, mark: str) -> int:

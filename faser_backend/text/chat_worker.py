@@ -92,7 +92,7 @@ def environment() -> jinja2.Environment:
         "raise_exception": _refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),
         "namespace": Namespace,
-        "dict": _make_dict,
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),  # noqa: PLW0108 - the class has attributes
     }
     return made
 
@@ -142,11 +142,6 @@ def _check_name(name: object) -> None:
 
 def _refuse(message: object) -> None:
     raise Refusal(str(message))
-
-
-def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """Makes a dict; templates get this function because the class has attributes."""
-    return dict(*args, **kwargs)
 
 
 def _to_json(

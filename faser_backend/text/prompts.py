@@ -86,10 +86,6 @@ class ChatRenderer:
             raise RequestError(field, messages, f"the chat template refuses them: {reply['refusal']}")
         return reply["text"]
 
-    def compile(self) -> None:
-        """Raises RequestError naming chat_template if it is not a template."""
-        self._call(None)
-
     def close(self) -> None:
         """Ends the process; a later call starts another."""
         with self._lock:
@@ -139,7 +135,7 @@ class ChatRenderer:
 def check_template(template: str) -> None:
     """Raises RequestError naming chat_template if it cannot be compiled."""
     with closing(ChatRenderer(template, {})) as renderer:
-        renderer.compile()
+        renderer._call(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +168,6 @@ class PromptFormat:
         """Returns the format with or without the tokenizer's own tokens around plain prompts."""
         begins = adds_special_tokens and self.adds_begin_token
         return replace(self, adds_special_tokens=adds_special_tokens, adds_begin_token=begins)
-
-    def renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.chat_template, self.special_tokens)
 
 
 def read_template(file: Path) -> str:

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError, ErrorCode, RequestError
 from faser_backend.files import FileError, read_text
-from faser_backend.text.prompts import Message, PromptFormat, read_messages
+from faser_backend.text.prompts import ChatRenderer, Message, PromptFormat, read_messages
 
 PANIC = "PanicException"  # pyo3's exception, which cannot be imported
 
@@ -33,7 +33,7 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.prompts = prompts or PromptFormat()
         self.file = file
-        self._chat = self.prompts.renderer()
+        self._chat = ChatRenderer(self.prompts.chat_template, self.prompts.special_tokens)
 
     @classmethod
     def from_file(cls, path: Path, prompts: PromptFormat | None = None) -> TextTokenizer:

@@ -131,7 +131,9 @@ def _parse_row(tensors: Tensors, request_id: str, handshake: Handshake, *, is_ll
     stop_ids = read_word_ids(tensors, "stop_words_list", MAX_STOP_TOKENS)
     stop_sequences = model.tokenizer.encode_words("stop_words", stop_strings) + stop_ids
     num_draft_tokens = read_scalar(tensors, "num_draft_tokens")
-    asked = _read_max_tokens(tensors)
+    asked = read_scalar(tensors, "request_output_len", "max_tokens")
+    if asked is None:
+        raise RequestError("max_tokens", None, "is required (request_output_len of model tensorrt_llm)")
     request = Request(
         request_id=request_id,
         prompt_ids=prompt_ids,
@@ -222,13 +224,6 @@ def _read_draft_ids(tensors: Tensors, limits: Limits) -> tuple[int, ...]:
     while ids and ids[-1] == -1:
         ids.pop()
     return tuple(ids)
-
-
-def _read_max_tokens(tensors: Tensors) -> int:
-    value = read_scalar(tensors, "request_output_len", "max_tokens")
-    if value is None:
-        raise RequestError("max_tokens", None, "is required (request_output_len of model tensorrt_llm)")
-    return int(value)
 
 
 def _read_end_ids(tensors: Tensors, handshake: Handshake) -> tuple[int, ...]:

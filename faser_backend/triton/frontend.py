@@ -31,7 +31,7 @@ from faser_backend.core.errors import (
     blamed,
 )
 from faser_backend.core.request import EngineOutput, FinishReason
-from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife, about
+from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife, about, report_ended
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest, is_stop_request, num_text_bytes, parse_requests
 from faser_backend.triton.link import EngineLink, Handshake
@@ -205,14 +205,9 @@ class Frontend:
 
     def _notify(self, life: RequestLife, error: str = "") -> None:
         """Calls the listeners with a request that has ended, once."""
-        if life.ended_ns:
-            return
-        life.ended_ns, life.error = time.perf_counter_ns(), error
-        for listener in self._listeners:
-            try:
-                listener(life)
-            except Exception:  # the request is answered all the same
-                _log.exception("a listener failed for an ended request", extra=about(life.request_id))
+        if not life.ended_ns:
+            life.error = error
+            report_ended(life, self._listeners)
 
     def _abandon(self, exchange: _Exchange, error: str) -> None:
         """Forgets a request that is answered with an error, and cancels its running sequences."""

@@ -56,13 +56,9 @@ class LaunchFolder:
         except OSError as error:
             raise ConfigError(f"no temporary folder: {error.strerror}; {remedy}") from None
 
-    def clear_shared_memory(self) -> None:
-        """Removes the shared memory that a killed server left."""
-        _remove_regions(self.path.name)
-
     def remove(self) -> None:
         """Removes the folder and its shared memory. A second call does nothing."""
-        self.clear_shared_memory()
+        clear_shared_memory(self.path.name)
         shutil.rmtree(self.path, ignore_errors=True)
         if self._lock >= 0:
             os.close(self._lock)
@@ -77,11 +73,12 @@ def _remove_leftovers(parent: Path) -> None:
                 continue
             with (folder / LOCK_FILE).open("rb+") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove_regions(folder.name)
+                clear_shared_memory(folder.name)
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _remove_regions(name: str) -> None:
+def clear_shared_memory(name: str) -> None:
+    """Removes the shared memory that a killed server left. name: of its launch folder."""
     for region in SHARED_MEMORY.glob(f"{name}*"):
         with contextlib.suppress(OSError):
             region.unlink()

@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -180,23 +181,19 @@ class Ended(NamedTuple):
         return tuple(None if time_ns is None else max(0, time_ns) / 1e9 for time_ns in times)  # pyright: ignore[reportReturnType]
 
 
-class LastingFamily:
-    """A family of metrics that its process never destroys.
+def lasting_family(pb_utils: Any, kind: str, name: str, description: str) -> Callable[..., Any]:
+    """Returns a function that makes the metrics of a family. This process never destroys them.
+
+    kind: `COUNTER`, `GAUGE` or `HISTOGRAM`. Of labels that Triton has, the metric is Triton's own.
 
     Destroying a metric removes it from the server's registry. While one engine replaces another, both share metrics of
     the same labels, and the end of the first would free the second's and crash the server. A destroyed family with one
     of Triton's own names would remove a model's counters. At the end of a process, Python destroys objects after the
     queue to the server, which crashes.
     """
-
-    def __init__(self, pb_utils: Any, kind: str, name: str, description: str) -> None:
-        """kind: `COUNTER`, `GAUGE` or `HISTOGRAM`. pb_utils: Triton's Python module."""
-        kinds = pb_utils.MetricFamily
-        self._family = _keep(kinds(name=name, description=description, kind=getattr(kinds, kind)))
-
-    def metric(self, labels: dict[str, str], **more: Any) -> Any:
-        """Returns the metric of these labels, Triton's own if it has one. more: arguments of Triton's `Metric`."""
-        return _keep(self._family.Metric(labels=labels, **more))
+    kinds = pb_utils.MetricFamily
+    family = _keep(kinds(name=name, description=description, kind=getattr(kinds, kind)))
+    return lambda labels, **more: _keep(family.Metric(labels=labels, **more))
 
 
 def _keep(held: Any) -> Any:
@@ -216,11 +213,11 @@ class MetricReporter:
         self._metrics: dict[tuple[str, str], Any] = {}
         self._last: dict[tuple[str, str], float] = {}  # of gauges and totals
         for name, family in FAMILIES.items():
-            opened = LastingFamily(pb_utils, family.kind, name, family.description)
+            metric = lasting_family(pb_utils, family.kind, name, family.description)
             more = {"buckets": list(family.buckets)} if family.buckets else {}
             for value in family.values:
                 own = {family.label: value} if family.label else {}
-                self._metrics[name, value] = opened.metric({**labels, **own}, **more)
+                self._metrics[name, value] = metric({**labels, **own}, **more)
         self._counters = ComposingCounters(pb_utils, version)
         self._updates: SimpleQueue[EngineMetrics | Ended | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -305,9 +302,9 @@ class ComposingCounters:
     def __init__(self, pb_utils: Any, version: str) -> None:
         self._counters: dict[tuple[str, str], Any] = {}
         for name in COMPOSING_COUNTERS:
-            family = LastingFamily(pb_utils, "COUNTER", name, name)
+            metric = lasting_family(pb_utils, "COUNTER", name, name)
             for model in COMPOSING_MODELS:
-                self._counters[model, name] = family.metric({"model": model, "version": version})
+                self._counters[model, name] = metric({"model": model, "version": version})
         self._lock = threading.Lock()
         self._pending: dict[tuple[str, str], int] = {}
         self._closing = threading.Event()

@@ -341,9 +341,9 @@ class _Converter(ConfiguredModel):
             responder = TritonResponder(request)
             try:
                 if self._model is None or socket_id(self._socket) not in ((), self._socket_id):
-                    self._connect()
+                    self._model = self._connect()
                 tensors = self._read(request)
-                self._long_texts.run(tensors, partial(self._answer, tensors, responder))
+                self._long_texts.run(tensors, partial(self._answer, tensors, self._model, responder))
             except FaserError as error:
                 responder.fail(error.failure)
 
@@ -351,42 +351,38 @@ class _Converter(ConfiguredModel):
         self._long_texts.drain()
         self._long_texts.close()
 
-    def _answer(self, tensors: dict[str, np.ndarray], responder: TritonResponder) -> None:
+    def _answer(self, tensors: dict[str, np.ndarray], model: ServedModel, responder: TritonResponder) -> None:
         try:
-            responder.send(self._convert(tensors), is_final=True)
+            responder.send(self._convert(tensors, model), is_final=True)
         except FaserError as error:
             responder.fail(error.failure)
         except Exception as error:
             _log.exception("a request could not be converted")
             responder.fail(Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
 
-    def _connect(self) -> None:
+    def _connect(self) -> ServedModel:
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
         self._socket_id = link.socket_id
         link.close()
-        self._model = link.handshake.model
-        if self._options.add_special_tokens is not None:
-            tokenizer = self._model.tokenizer.adding_special_tokens(self._options.add_special_tokens)
-            self._model = replace(self._model, tokenizer=tokenizer)
+        model, adds = link.handshake.model, self._options.add_special_tokens
+        return model if adds is None else replace(model, tokenizer=model.tokenizer.adding_special_tokens(adds))
 
-    def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
+    def _convert(self, tensors: dict[str, np.ndarray], model: ServedModel) -> list[NamedArray]:
         raise NotImplementedError
 
 
 class PreprocessingModel(_Converter):
     """`preprocessing`: text or messages -> token ids."""
 
-    def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
-        assert self._model is not None
-        return preprocess(tensors, self._model)
+    def _convert(self, tensors: dict[str, np.ndarray], model: ServedModel) -> list[NamedArray]:
+        return preprocess(tensors, model)
 
 
 class PostprocessingModel(_Converter):
     """`postprocessing`: token ids -> text."""
 
-    def _convert(self, tensors: dict[str, np.ndarray]) -> list[NamedArray]:
-        assert self._model is not None
-        return postprocess(tensors, self._model.tokenizer, skips_special_tokens=self._options.skip_special_tokens)
+    def _convert(self, tensors: dict[str, np.ndarray], model: ServedModel) -> list[NamedArray]:
+        return postprocess(tensors, model.tokenizer, skips_special_tokens=self._options.skip_special_tokens)
 
 
 def launch_folder(args: dict[str, str]) -> Path:

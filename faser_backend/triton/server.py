@@ -32,7 +32,7 @@ from faser_backend.serving.parameters import ServeOptions, check_host, grpc_tls_
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 from faser_backend.serving.request_reports import JSON_START, forward_options
 from faser_backend.triton.admin import AdminError, Administration, fetch
-from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, drained_file
+from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, clear_shared_memory, drained_file
 from faser_backend.triton.model_configs import known_keys, launch_text
 
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
@@ -165,7 +165,7 @@ class TritonServer:
                 if LOCK_ERROR not in self.log_file.read_text(errors="replace") or self.num_starts > 1:
                     raise ConfigError(f"the server did not start: {reason}")
                 self._end_group()  # some model processes may still start
-                self._launch_folder.clear_shared_memory()
+                clear_shared_memory(self._folder.name)
                 self._start()
             try:
                 fetch(url, 1.0)

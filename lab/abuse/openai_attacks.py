@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from faser_backend.lab.abuse.clients import PAUSE_S, Reply, ask_http
@@ -43,20 +42,12 @@ def head_of(path: str, headers: dict[str, str]) -> bytes:
     return "".join(f"{line}\r\n" for line in [*lines, ""]).encode()
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """A body's answer, and its effect on the server."""
-
-    reply: Reply
-    growth_mb: float  # of its memory
-    processor_s: float
-
-
-def send_body(port: int, pid: int, name: str) -> Seen:
-    """Sends a body to the server, whose process is pid."""
+def send_body(port: int, pid: int, name: str) -> tuple[Reply, float, float]:
+    """Sends a body to the server, whose process is pid. Returns the reply, the megabytes by which its memory grew, and
+    the seconds of the processor."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # resets the peak
     before_mib, before_s = memory_mib(pid), cpu_seconds(pid)
     reply = ask_http(port, BODIES[name][0], body_of(name))
     time.sleep(5 * PAUSE_S)
     growth_mb = (memory_mib(pid, "VmHWM") - before_mib) * 1.048576
-    return Seen(reply, growth_mb, cpu_seconds(pid) - before_s)
+    return reply, growth_mb, cpu_seconds(pid) - before_s

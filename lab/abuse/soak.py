@@ -41,7 +41,6 @@ MAX_EXTRA_S = 60.0  # on a busy machine, until everything has happened once
 QUIET_S = 60.0  # within which requests of clients that left must end
 WARM_UP = 0.25  # share of samples ignored by slopes: buffers and pools still grow
 MAX_GROWTH = Usage(threads=8, handles=16, resident_mib=48.0)  # of a process, after the warm-up
-NUM_FUZZ = 10**9
 
 # -- traffic ---------------------------------------------------------------------------------------------------------
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
@@ -139,7 +138,7 @@ class Client:
 
     def malformed(self) -> Done:
         """Sends a case of `fuzz`."""
-        case = make_case(self._number, int(self.rng.integers(NUM_FUZZ)), "inflight_batcher")
+        case = make_case(self._number, int(self.rng.integers(10**9)), "inflight_batcher")
         reply, wrong = send(case, self.grpc, self._served.ports[0])
         return ["refused" if reply.errors else "answered"], [f"{case.label}: {wrong}"] if wrong else []
 

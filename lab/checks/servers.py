@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -57,7 +56,7 @@ class ServerProcess:
             try:
                 with urllib.request.urlopen(self.health, timeout=1):
                     return
-            except (urllib.error.URLError, OSError):
+            except OSError:
                 time.sleep(0.2)
         raise RuntimeError(f"not ready within {timeout_s:.0f} s:\n{self.log_tail()}")
 

@@ -12,6 +12,11 @@ from faser_backend.core.errors import ConfigError
 
 OF_OTHER_KIND = {"block": ("num_ids", "chain_length"), "eagle3": ("num_layers", "block_size", "mask_id")}
 Stage = StrEnum("Stage", ["WRITE", "TRAIN", "SAVE"])  # typer accepts no list of literals
+DEVICE = "num_threads device precision seed"
+SHAPE = "kind num_ids num_layers block_size num_kv_heads intermediate_size mask_id"
+TRAINING = "chain_length passes new_data tokens_per_step matrix_rate rate decay_share"
+# Options that not all stages read, by stage.
+READ = {"write": f"{DEVICE} tokens num_slots", "train": f"{DEVICE} {SHAPE} {TRAINING}", "save": SHAPE}
 
 
 class HeadOptions(OptionTable):
@@ -51,11 +56,16 @@ class HeadOptions(OptionTable):
     report_every: int = 20
     check_every: int = 100  # steps between checkpoints, each with a check on held-out dialogues
 
-    def check_kind(self) -> None:
-        """Raises ConfigError for an option that belongs to the other kind alone."""
-        for name in OF_OTHER_KIND[self.kind]:
-            if (value := getattr(self, name)) is not None:
-                raise ConfigError(f"{name} = {value}: not an option of kind {self.kind}")
+    def check_use(self) -> None:
+        """Raises ConfigError for an option that the kind, or none of the stages, reads."""
+        stages = self.stage or [*Stage]
+        read = " ".join(READ[stage] for stage in stages).split()
+        others = (name for name in " ".join(READ.values()).split() if name not in read)
+        unread = dict.fromkeys(others, f"stage {', '.join(stages)}")
+        unread |= dict.fromkeys(OF_OTHER_KIND[self.kind], f"kind {self.kind}")
+        for name, what in unread.items():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ConfigError(f"{name} = {value}: not an option of {what}")
 
     @property
     def folder(self) -> Path:

@@ -248,12 +248,17 @@ def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions,
             stage(blocks.model_copy(update={"block_size": 7}))
 
 
-def test_options_of_the_other_kind_are_refused_before_anything_is_written(run, tmp_path: Path) -> None:
+def test_options_of_the_other_kind_or_stage_are_refused_before_anything_is_written(run, tmp_path: Path) -> None:
     others = {*ChainDraft.SHAPE, "chain_length"} - {*BlockDraft.SHAPE}, {*BlockDraft.SHAPE} - {*ChainDraft.SHAPE}
     for kind, name in [("block", each) for each in others[0]] + [("eagle3", each) for each in others[1]]:
         option = f"--{name.replace('_', '-')}"
         status, _, err = run("train-head", "--target", "t", "--output", tmp_path, "--kind", kind, option, 3)
         assert (status, err) == (1, f"error: {name} = 3: not an option of kind {kind}\n")
+    given = {"write": ("chain_length", 3), "train": ("num_slots", 3), "save": ("tokens_per_step", 3)}
+    for stage, (name, value) in given.items():
+        option = f"--{name.replace('_', '-')}"
+        status, _, err = run("train-head", "--target", "t", "--output", tmp_path, "--stage", stage, option, value)
+        assert (status, err) == (1, f"error: {name} = {value}: not an option of stage {stage}\n")
     assert not [*tmp_path.iterdir()] and sorted(map(len, others)) == [2, 3]
 
 
