@@ -81,17 +81,21 @@ def _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def attend_tokens(
     query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, start, end, context, last_seen,
-    row_max, row_sum, mixed, dims,
-    HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_N: tl.constexpr,
+    part_tokens, dims, HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Attends to tokens [start, end): those of the context in the pool, which all rows see, then rows of the chunk.
 
-    A row of the chunk is seen up to last_seen [BLOCK_M], and not read through the pool: others may write it.
+    A row of the chunk is seen up to last_seen [BLOCK_M], and not read through the pool: others may write it. Returns
+    the softmax: row_max, row_sum [BLOCK_M], mixed.
     """
+    row_max, part_max = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum, part_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, 8], tl.float32)
+    mixed, part_mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     last_seen = tl.minimum(last_seen, end - context - 1)
     token = start + tl.arange(0, BLOCK_N)
     block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
-    for _ in range(start, end, BLOCK_N):
+    for first in range(start, end, BLOCK_N):
         row = token - context
         slot = (block.to(tl.int64) * KV_BLOCK_SIZE + token % KV_BLOCK_SIZE)[:, None] * HEAD_DIM
         new, is_old = row.to(tl.int64)[:, None], (row < 0)[:, None]
@@ -103,8 +107,14 @@ def attend_tokens(
         # iteration. The compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N
         block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
-        row_max, row_sum, mixed = attend_columns(query, keys, values, visible, row_max, row_sum, mixed, SCALE_LOG2)
-    return row_max, row_sum, mixed
+        if first % part_tokens == 0:  # not a loop over parts, at each of which loads would begin anew
+            row_max, row_sum, mixed = join(row_max, row_sum, mixed, part_max, tl.max(part_sum, 1), part_mixed)
+            part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            part_sum, part_mixed = tl.zeros_like(part_sum), tl.zeros_like(part_mixed)
+        part_max, part_sum, part_mixed = attend_columns(
+            query, keys, values, visible, part_max, part_sum, part_mixed, SCALE_LOG2
+        )
+    return join(row_max, row_sum, mixed, part_max, tl.max(part_sum, 1), part_mixed)
 
 
 @triton.jit

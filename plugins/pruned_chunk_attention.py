@@ -16,7 +16,7 @@ import triton.language as tl
 
 from faser_backend.plugins import reference
 from faser_backend.plugins.attention_config import MAX_SPLITS, PART_TOKENS, PROGRAMS_PER_SM, launch_config, num_tiles
-from faser_backend.plugins.attention_tiles import attend_tokens, find_item, join, write_rows
+from faser_backend.plugins.attention_tiles import attend_tokens, find_item, write_rows
 from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from faser_backend.plugins.split_combine import combine_splits, empty_parts, write_part
 
@@ -81,10 +81,6 @@ def pruned_chunk_attention_kernel(
         head = kv_head * GROUP + pair % GROUP
         query_row = (first_row + row).to(tl.int64)
         query = tl.load(q + query_row[:, None] * q_stride + head[:, None] * HEAD_DIM + dims, mask=is_element, other=0.0)
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-
         table = block_table + sequence.to(tl.int64) * stride
         pool_head = kv_head.to(tl.int64) * num_blocks * (KV_BLOCK_SIZE * HEAD_DIM)
         k_head, v_head = k_pool + pool_head, v_pool + pool_head
@@ -95,20 +91,14 @@ def pruned_chunk_attention_kernel(
             last_seen, rows_seen = row, tile_end
         else:
             last_seen, rows_seen = tl.zeros_like(row) + own_rows, own_rows
-        end_part = first_part + 1
-        if end_part == num_parts:
-            end_part = tl.cdiv(context + rows_seen, part_tokens)
-        for part in range(first_part, end_part):
-            begin = part * part_tokens
-            end = tl.minimum(begin + part_tokens, context + rows_seen)
-            part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            part_sum = tl.zeros([BLOCK_M, 8], tl.float32)
-            part_mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-            part_max, part_sum, part_mixed = attend_tokens(
-                query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, begin, end, context,
-                last_seen, part_max, part_sum, part_mixed, dims, HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_N,
-            )  # fmt: skip
-            row_max, row_sum, mixed = join(row_max, row_sum, mixed, part_max, tl.max(part_sum, 1), part_mixed)
+        end = context + rows_seen
+        if first_part < num_parts - 1:
+            end = tl.minimum(end, (first_part + 1) * part_tokens)
+        row_max, row_sum, mixed = attend_tokens(
+            query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, first_part * part_tokens, end,
+            context, last_seen, part_tokens, dims,
+            HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D,
+        )  # fmt: skip
         if first_part == 0:
             # A row has one tile and a KV head its own items, so each position has one writer. No program of
             # this call reads it: new positions are at or above context_lens, and contexts are read below it.

@@ -127,7 +127,7 @@ def test_attention_compiles_within_its_device(capability, variant):
     row_bytes = padded_head_dim(head_dim) * ELEMENT_BYTES[dtype]
     bound = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
     assert compiled.shared_bytes <= min(bound, shared_limit(capability))
-    assert assemble(compiled)[1] <= 160  # the two accumulators, outside the loop over tokens
+    assert assemble(compiled)[1] <= 160  # most for 12.0
     assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
     assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # never fewer
     tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]

@@ -18,8 +18,8 @@ from faser_backend.cuda.call_shapes import ROW_COUNTS
 from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_call, random_shape
 from faser_backend.plugins import product as products
+from faser_backend.plugins import attention_tiles, reference
 from faser_backend.plugins import pruned_chunk_attention as attention
-from faser_backend.plugins import reference
 from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import LaunchConfig
 from faser_backend.plugins.exit_scores import exit_scores
@@ -160,7 +160,8 @@ def test_few_programs_start_and_most_have_work(monkeypatch):
 
     def counted(*arguments, **constants):
         items.append(arguments[9])
-        return arguments[13:16]
+        shapes = [arguments[18]], [arguments[18]], [arguments[18], arguments[20]]
+        return tuple(tl.zeros(shape, tl.float32) for shape in shapes)
 
     monkeypatch.setattr(attention, "attend_tokens", counted)
     monkeypatch.setattr(attention, "combine_splits", lambda *_: None)
@@ -256,10 +257,10 @@ def test_pools_beyond_two_to_the_thirty_one_elements():
     assert torch.equal(pools[0].view(2, -1, 256)[:, written], large.k_new.transpose(0, 1))
 
 
-def changed(name: str, index: int, change):
+def changed(name: str, index: int, change, module=attention):
     """Returns a step whose argument at `index` is changed."""
-    step = getattr(attention, name)
-    return name, lambda *a, **constants: step(*a[:index], change(a[index]), *a[index + 1 :], **constants)
+    step = getattr(module, name)
+    return module, name, lambda *a, **constants: step(*a[:index], change(a[index]), *a[index + 1 :], **constants)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +271,7 @@ def changed(name: str, index: int, change):
         changed("attend_tokens", 10, lambda end: end - 1),
         changed("attend_tokens", 9, lambda start: start + 16),
         changed("attend_tokens", 4, lambda num_blocks: 1),  # the clamp then leads to block 0 only
-        changed("join", 4, lambda part_sum: 2 * part_sum),
+        changed("join", 4, lambda part_sum: 2 * part_sum, attention_tiles),
         changed("write_rows", 2, lambda slot: slot + 1),
     ],
 )
@@ -278,7 +279,7 @@ def test_the_check_fails_a_broken_kernel(monkeypatch, broken):
     monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 4, 2))
     call = make_call(Shape(rows=(23, 1), contexts=(11, 20), num_padding_rows=1), 5)
     check(call, lambda call: run(call, part_tokens=16))
-    monkeypatch.setattr(attention, *broken)
+    monkeypatch.setattr(*broken)
     with pytest.raises(AssertionError):
         check(call, lambda call: run(call, part_tokens=16))
 
