@@ -4,6 +4,7 @@
 Libraries choose a kernel, and with it the order of a sum, by the number of rows. Here an element is always summed in
 float32 in ascending order within parts, and then over parts in order, and the parts depend on the weight's shape alone.
 A call of few rows is bound by reading the weight: each part has its own program, and the last to arrive adds them.
+On a GPU, any tile adds in ascending order (shown for sm_90 by `scripts/gpu_check.py`), so tiles are free to choose.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from faser_backend.plugins import reference
 from faser_backend.plugins.attention_config import ANY, shared_limit
 from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, compute_capability, on_grid, runs_kernel
 
-SPLIT_ROWS = 64  # calls of at most so many rows have a program per part
-SPLIT_OUTPUTS = 64  # outputs of such a program
-SPLIT_PROGRAMS = 128  # the most that parts may lead to: about the SMs of a GPU
+NUM_SMS = 128  # of a GPU, about
+FEW_OUTPUTS = 64  # of a program in calls of few rows
 MIN_PART = 512  # values
+MAX_SPLIT_ROWS, MAX_SPLIT_TILES = 256, 64  # of calls with a program per part
 
 
 class ProductTile(NamedTuple):
@@ -31,6 +32,9 @@ class ProductTile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def count(self, num_rows: int, num_outputs: int) -> int:
+        return -(-num_rows // self.block_t) * -(-num_outputs // self.block_n)
+
     def constants(self, size: int, *, in_turn: bool) -> dict[str, int]:
         """Returns the constants of the kernel for sums of `size` products."""
         blocks = {"BLOCK_N": self.block_n, "BLOCK_T": self.block_t, "BLOCK_K": self.block_k}
@@ -38,34 +42,43 @@ class ProductTile(NamedTuple):
 
 
 HALF_TILES = {  # by the most rows of a call
-    16: ProductTile(SPLIT_OUTPUTS, 16, 128, 4, 4),
-    32: ProductTile(SPLIT_OUTPUTS, 32, 128, 4, 3),
-    SPLIT_ROWS: ProductTile(SPLIT_OUTPUTS, 64, 128, 4, 3),
+    16: ProductTile(FEW_OUTPUTS, 16, 128, 4, 4),
+    32: ProductTile(FEW_OUTPUTS, 32, 128, 4, 3),
+    64: ProductTile(FEW_OUTPUTS, 64, 128, 4, 3),
     ANY: ProductTile(128, 128, 64, 8, 4),
 }
-FLOAT_TILES = {16: ProductTile(SPLIT_OUTPUTS, 16, 32, 4, 2), ANY: ProductTile(SPLIT_OUTPUTS, 64, 16, 4, 2)}
-MANY_ROWS = 512
-LARGE_TILE = ProductTile(128, 256, 64, 8, 3)  # from MANY_ROWS on, if there is one part: its sums fill the registers
+FLOAT_TILES = {16: ProductTile(FEW_OUTPUTS, 16, 32, 4, 2), ANY: ProductTile(FEW_OUTPUTS, 64, 16, 4, 2)}
+NARROW_TILE = ProductTile(64, 128, 64, 4, 4)  # where larger ones leave SMs idle
+WIDE_TILE = ProductTile(128, 256, 64, 8, 3)  # for one part: its sums fill the registers
+WIDE_COST = 1.7  # of its program, measured on an H100, over one of 128 rows
 
 
 def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
     """Returns the number of parts of a sum of `size` products, and their length."""
-    parts, programs = 1, -(-num_outputs // SPLIT_OUTPUTS)
-    while 2 * parts * programs <= SPLIT_PROGRAMS and size >= 2 * parts * MIN_PART:
+    parts, programs = 1, -(-num_outputs // FEW_OUTPUTS)
+    while 2 * parts * programs <= NUM_SMS and size >= 2 * parts * MIN_PART:
         parts *= 2
     length = -(-size // (parts * 128)) * 128  # a multiple of every block_k, so that parts end with a step
     return -(-size // length), length
 
 
-def tile_of(num_rows: int, num_parts: int, element_bytes: int, capability: int = 90) -> ProductTile:
-    """Returns the tile of a call, with as many stages as shared memory holds."""
+def tile_of(
+    num_rows: int, num_outputs: int, num_parts: int, element_bytes: int, capability: int = 90
+) -> tuple[ProductTile, bool]:
+    """Returns the tile of a call, with as many stages as shared memory holds, and whether each part has a program."""
     tiles, has_warp_groups = FLOAT_TILES if element_bytes == 4 else HALF_TILES, capability // 10 == 9
     tile = next(tile for most, tile in tiles.items() if num_rows <= most)
-    if element_bytes == 2 and num_rows >= MANY_ROWS and num_parts == 1 and has_warp_groups:
-        tile = LARGE_TILE
+    count = tile.count(num_rows, num_outputs)
+    is_split = num_parts > 1 and num_rows <= MAX_SPLIT_ROWS and count <= MAX_SPLIT_TILES
+    if tile is HALF_TILES[ANY] and not is_split:
+        waves, wide_waves = (-(-each // NUM_SMS) for each in (count, WIDE_TILE.count(num_rows, num_outputs)))
+        if num_parts == 1 and has_warp_groups and WIDE_COST * wide_waves < waves:
+            tile = WIDE_TILE
+        elif 2 * count <= NUM_SMS:
+            tile = NARROW_TILE
     fitting = shared_limit(capability) // ((tile.block_n + tile.block_t) * tile.block_k * element_bytes)
     # A warp-group product reads its operands in shared memory; others hold one stage in registers.
-    return tile._replace(num_stages=min(tile.num_stages, fitting + (not has_warp_groups)))
+    return tile._replace(num_stages=min(tile.num_stages, fitting + (not has_warp_groups))), is_split
 
 
 @triton.jit
@@ -94,7 +107,7 @@ def product_kernel(
     part_length,
     num_parts,
     part_sums,  # [num_parts, T, num_outputs] float32; None unless each part has its program
-    arrived,  # [num_programs(1)] int32, zero before and after
+    arrived,  # [num_programs(0) * num_programs(1)] int32, zero before and after
     out,  # [T, num_outputs]
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -121,7 +134,7 @@ def product_kernel(
         stride = num_rows.to(tl.int64) * num_outputs
         tl.store(part_sums + tl.program_id(2) * stride + elements, sums, mask=is_element)
         tl.debug_barrier()  # one thread counts for all
-        counter = arrived + tl.program_id(1)
+        counter = arrived + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(counter, 1, sem="acq_rel") < num_parts - 1:
             return
         tl.store(counter, 0)
@@ -140,7 +153,7 @@ class MatrixProduct:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.arrived = torch.zeros(SPLIT_PROGRAMS // 2, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -164,8 +177,8 @@ class MatrixProduct:
             reference.product(rows, weight, bias, out)
         elif num_rows:
             num_parts, length = parts_of(num_outputs, size)
-            tile = tile_of(num_rows, num_parts, rows.element_size(), compute_capability(rows))
-            is_split = num_parts > 1 and num_rows <= SPLIT_ROWS
+            capability = compute_capability(rows)
+            tile, is_split = tile_of(num_rows, num_outputs, num_parts, rows.element_size(), capability)
             sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
             grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
             on_grid(product_kernel, *grid)(

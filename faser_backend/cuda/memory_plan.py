@@ -21,8 +21,8 @@ NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
 GRAPH_NODE_BYTES = 16 << 10  # allowance for CUDA's device memory per node
 FILTER_BYTES = 60  # per row and token while top-k and top-p sort: scores, copies, indices, sums in float64
-MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are split, or sums of products
-MAX_PART_SUMS = 8192  # of a row, by plugins.product
+MAX_PARTS_ROWS = 64  # rows of the largest call whose contexts are split
+MAX_PART_SUMS = 1 << 21  # of a product, see plugins.product
 # Rows of every captured call of a segment, without exit scores.
 MENU = (*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS))
 FRAGMENT_SHARE = 0.04  # of the memory for KV blocks; allocators round up
@@ -120,8 +120,8 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    parts = min(num_rows, MAX_PARTS_ROWS) * (spec.num_heads * (spec.head_dim + 2) * 2 + MAX_PART_SUMS) * 4
-    return num_rows * per_row * size + parts
+    parts = min(num_rows, MAX_PARTS_ROWS) * spec.num_heads * (spec.head_dim + 2) * 2
+    return num_rows * per_row * size + 4 * (parts + MAX_PART_SUMS)
 
 
 def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[int]:

@@ -70,13 +70,15 @@ def _random_call(name: str, device: str, rng: np.random.Generator) -> Call:
 
 
 def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
+    """Also compares bits of results with other tiles and parts."""
     call = _random_call(name, device, rng)
-    expected, used = call.with_own_results(), int(call.cu_rows[-1])
-    longest, num_splits, num_sms = int(call.cu_rows.diff().max()), *map(int, rng.integers((1, 2), (6, 133)))
-    longest, is_causal = max(1, longest), rng.random() < 0.7
-    pruned_chunk_attention(*call, max_rows=longest, num_splits=num_splits, num_sms=num_sms, is_causal=is_causal)
+    expected, other, used = call.with_own_results(), call.with_own_results(), int(call.cu_rows[-1])
+    longest, is_causal = max(1, int(call.cu_rows.diff().max())), rng.random() < 0.7
+    for each, max_rows in ((call, longest), (other, 1)):
+        num_splits, num_sms = map(int, rng.integers((1, 2), (6, 133)))
+        pruned_chunk_attention(*each, max_rows=max_rows, num_splits=num_splits, num_sms=num_sms, is_causal=is_causal)
     reference.pruned_chunk_attention(*expected, is_causal=is_causal)
-    is_left = bool((call.out[used:] == SENTINEL).all()) and _same_bits(call, expected)
+    is_left = bool((call.out[used:] == SENTINEL).all()) and _same_bits(call, expected) and torch.equal(call.out, other.out)
     return _error(call.out[:used], expected.out[:used]) if is_left else math.inf
 
 

@@ -91,14 +91,15 @@ def run(context: Context) -> Result:
     return found
 
 
-def write_planted(directory: Path, spec: ModelSpec, share_wrong: float, device: torch.device, seed: int) -> None:
+def write_planted(directory: Path, spec: ModelSpec, share_wrong: float | None, device: torch.device, seed: int) -> Path:
     """Writes a checkpoint whose greedy text goes around a cycle of tokens, and errs after share_wrong of them.
 
-    seed: of the cycle, equal for target and draft. The demo pair's tokenizer goes with it.
+    share_wrong: None for text that layers and head draw at random, among logits that lie close. seed: of the cycle and
+    all weights, equal for target and draft. The demo pair's tokenizer goes with it. Returns the directory.
     """
     rng = np.random.default_rng(seed)
     order = rng.permutation(np.arange(1, CYCLE))  # id 0 ends texts
-    is_wrong = rng.random(order.size) < share_wrong
+    is_wrong, is_random = rng.random(order.size) < (share_wrong or 0.0), share_wrong is None
     followers = np.where(is_wrong, np.roll(order, -2), np.roll(order, -1))  # a wrong one is on the cycle too
     generator = torch.Generator(device).manual_seed(seed)
     hidden, inner, vocab_size = spec.hidden_size, spec.intermediate_size, max(spec.vocab_size, CYCLE)
@@ -108,14 +109,18 @@ def write_planted(directory: Path, spec: ModelSpec, share_wrong: float, device: 
         return (scale * torch.randn(rows, columns, generator=generator, device=device)).bfloat16().cpu()
 
     embedding = drawn(vocab_size, hidden)
-    head = torch.zeros_like(embedding)
-    head.index_add_(0, torch.as_tensor(followers), embedding[torch.as_tensor(order)])  # two may share a wrong follower
+    head = drawn(vocab_size, hidden) if is_random else torch.zeros_like(embedding)
+    if not is_random:  # two may share a wrong follower
+        head.index_add_(0, torch.as_tensor(followers), embedding[torch.as_tensor(order)])
     layer = {
         f"self_attn.{name}_proj": drawn(rows, hidden, hidden**-0.5)
         for name, rows in zip("qkv", (heads, kv, kv), strict=True)
     }
     layer |= {f"mlp.{name}_proj": drawn(inner, hidden, hidden**-0.5) for name in ("gate", "up")}
-    layer |= {"self_attn.o_proj": torch.zeros(hidden, heads), "mlp.down_proj": torch.zeros(hidden, inner)}
+    layer |= {
+        "self_attn.o_proj": drawn(hidden, heads, is_random * heads**-0.5),
+        "mlp.down_proj": drawn(hidden, inner, is_random * inner**-0.5),
+    }
     layer |= {f"self_attn.{name}_norm": torch.ones(spec.head_dim) for name in "qk"}
     layer |= {name: torch.ones(hidden) for name in ("input_layernorm", "post_attention_layernorm")}
     tensors = {"model.embed_tokens": embedding, "lm_head": head, "model.norm": torch.ones(hidden)}
@@ -135,3 +140,4 @@ def write_planted(directory: Path, spec: ModelSpec, share_wrong: float, device: 
     (directory / "config.json").write_text(json.dumps(config))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).write_bytes((DEMO_PAIR / "target" / name).read_bytes())
+    return directory

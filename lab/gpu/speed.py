@@ -17,7 +17,7 @@ from faser_backend.lab.environment import query_gpu
 from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.kernel_cases import Shape, make_call
 from faser_backend.lab.shapes import AttentionShape, attention_bytes
-from faser_backend.plugins.attention_config import choose_num_splits
+from faser_backend.plugins.attention_config import PART_TOKENS, choose_num_splits
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 
 GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
@@ -122,7 +122,8 @@ def _time_attention(context: Context, shape: AttentionShape) -> tuple[float, int
     uniform = Shape((rows,) * b, (context_len,) * b, kv_heads, heads // kv_heads, head_dim, size, torch.bfloat16)
     calls = [make_call(uniform, context.seed + copy).to(context.device) for copy in range(num_copies)]
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count if context.is_cuda else 132
-    num_splits = choose_num_splits(shape.num_sequences, shape.num_kv_heads, shape.context, num_sms)
+    num_parts = -(-(context_len + rows) // PART_TOKENS)
+    num_splits = choose_num_splits(kv_heads, num_parts, num_sms, b)
 
     def run() -> None:
         for call in calls:

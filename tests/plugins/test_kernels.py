@@ -28,7 +28,7 @@ from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import perturb_logits
-from faser_backend.plugins.product import SPLIT_OUTPUTS, MatrixProduct, parts_of
+from faser_backend.plugins.product import FEW_OUTPUTS, MatrixProduct, parts_of
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention, pruned_chunk_attention_kernel
 from faser_backend.plugins.rotate_heads import rotate_heads
 from tests.support.kernel_cases import check
@@ -203,7 +203,7 @@ def test_parts_of_sums_are_few_long_and_cover_them():
         for size in (1, 8, 576, 1023, 1024, 1100, 3072, 12_288):
             num_parts, length = parts_of(num_outputs, size)
             assert (num_parts - 1) * length < size <= num_parts * length and length % 128 == 0
-            assert num_parts == 1 or (length >= 512 and -(-num_outputs // SPLIT_OUTPUTS) <= 64)
+            assert num_parts == 1 or (length >= 512 and -(-num_outputs // FEW_OUTPUTS) <= 64)
     assert [parts_of(*shape)[0] for shape in ((6144, 4096), (4096, 4096), (1024, 3072), (64, 12_288))] == [1, 2, 4, 16]
 
 

@@ -127,7 +127,7 @@ def test_attention_compiles_within_its_device(capability, variant):
     row_bytes = padded_head_dim(head_dim) * ELEMENT_BYTES[dtype]
     bound = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
     assert compiled.shared_bytes <= min(bound, shared_limit(capability))
-    assert assemble(compiled)[1] <= 160  # most for 12.0
+    assert assemble(compiled)[1] <= (96 if capability == 120 else 32)
     assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
     assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # never fewer
     tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
@@ -156,12 +156,12 @@ def test_small_kernels_compile(capability, name):
 )
 def test_products_compile_within_their_device(capability, dtype, num_outputs, size):
     num_parts, _ = product.parts_of(num_outputs, size)
-    for num_rows in (1, 20, 64, 200, 600):
-        is_split, tile = num_rows <= 64, product.tile_of(num_rows, num_parts, ELEMENT_BYTES[dtype], capability)
+    for num_rows in (1, 20, 64, 200, 600, 2000):
+        tile, is_split = product.tile_of(num_rows, num_outputs, num_parts, ELEMENT_BYTES[dtype], capability)
         signature = dict.fromkeys(("rows", "weight", "bias", "out"), f"*{dtype}:16") | {"num_rows": "i32"}
         signature |= dict.fromkeys(("row_stride", "num_outputs", "size", "part_length"), "i32:16")
         signature |= {"num_parts": "i32"} if num_parts > 1 else {}
-        signature |= {"part_sums": "*fp32:16", "arrived": "*i32:16"} if num_parts > 1 and is_split else {}
+        signature |= {"part_sums": "*fp32:16", "arrived": "*i32:16"} if is_split else {}
         constants = tile.constants(size, in_turn=num_parts > 1 and not is_split)
         constants |= dict.fromkeys({"part_sums", "arrived"} - set(signature))
         constants |= {"num_parts": 1} if num_parts == 1 else {}
