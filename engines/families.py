@@ -100,14 +100,6 @@ def _refuse_windows(fields: ConfigFields) -> None:
         raise fields.error("layer_types", kinds, "only 'full_attention' layers can be built")
 
 
-def _llama(fields: ConfigFields) -> dict[str, Any]:
-    return _attention_bias(fields) | {"has_mlp_bias": fields.flag("mlp_bias", False)}
-
-
-def _qwen3(fields: ConfigFields) -> dict[str, Any]:
-    return _attention_bias(fields) | {"has_qk_norm": True, "head_dim": fields.count("head_dim", MAX_WIDTH, default=128)}
-
-
 def _qwen3_moe(fields: ConfigFields) -> dict[str, Any]:
     fields.must_be("decoder_sparse_step", 1)
     fields.must_be("mlp_only_layers", [])
@@ -128,9 +120,11 @@ def _attention_bias(fields: ConfigFields) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Callable[[ConfigFields], dict[str, Any]]] = {
-    "llama": _llama,
+    "llama": lambda fields: _attention_bias(fields) | {"has_mlp_bias": fields.flag("mlp_bias", False)},
     "mistral": lambda fields: {},
     "qwen2": lambda fields: {"has_qkv_bias": True},
-    "qwen3": _qwen3,
+    "qwen3": lambda fields: (
+        _attention_bias(fields) | {"has_qk_norm": True, "head_dim": fields.count("head_dim", MAX_WIDTH, default=128)}
+    ),
     "qwen3_moe": _qwen3_moe,
 }

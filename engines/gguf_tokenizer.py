@@ -191,7 +191,6 @@ def _list(fields: ConfigFields, key: str, kind: type) -> list[Any] | None:
 
 
 def _by_id(fields: ConfigFields, key: str, kind: type, num_ids: int) -> list[Any] | None:
-    """Returns a list with a value for each token."""
     found = _list(fields, key, kind)
     if found is not None and len(found) != num_ids:
         raise fields.error(f"length of {key}", len(found), f"must be {num_ids}, the length of {PREFIX}.tokens")

@@ -274,7 +274,6 @@ class QuantisedCheckpoint(HuggingFaceCheckpoint):
         return Grid(scales, self._zeros(module + scheme.zeros, groups), rows, columns)
 
     def _zeros(self, tensor: str, groups: tuple[int, int]) -> np.ndarray:
-        """Returns the zero points of a grid."""
         scheme = self._scheme
         if tensor not in self._file_of:
             return np.full(groups, scheme.center, np.int16)

@@ -116,7 +116,6 @@ class GrowingAnswer:
         return self._stream.finish_reason is not None
 
     def add(self, output: EngineOutput) -> None:
-        """Takes the output of one step."""
         part = self._stream.add(output)
         self._text += part.text
         self._tokens += part.tokens

@@ -151,14 +151,12 @@ def _answer(llm: LLM, prompt: Prompt, params: SamplingParams, lora: str, *, is_s
 
 
 def accepted_words(num_drafted: int, num_accepted: int) -> str:
-    """Returns the acceptance in words."""
     if not num_drafted:
         return "nothing drafted"
     return f"accepted {num_accepted} of {num_drafted} drafted tokens ({num_accepted / num_drafted:.0%})"
 
 
 def report_line(result: dict[str, Any]) -> str:
-    """Returns the figures that follow the text."""
     speculation = accepted_words(result["num_drafted"], result["num_accepted"])
     pruning = f"; {result['num_pruned']} rows pruned" if result["num_pruned"] else ""
     return (

@@ -138,7 +138,6 @@ def main() -> None:
 
 
 def fail(message: str) -> None:
-    """Exits with status 1 and one line on stderr."""
     print(f"error: {message}", file=sys.stderr)
     sys.exit(1)
 

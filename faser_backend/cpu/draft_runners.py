@@ -70,7 +70,7 @@ class _FeatureRunner(LlvmRunner):
 
 
 class LlvmHeadRunner(_FeatureRunner):
-    """Runs an EAGLE-3 head."""
+    """Runs an EAGLE-3 head: a core.ports.HeadRunner."""
 
     def _open(self) -> None:
         token_ids = self._weights.tensor("token_ids")
@@ -87,7 +87,6 @@ class LlvmHeadRunner(_FeatureRunner):
         return self.run_layer(rows, hidden)[0]
 
     def run_layer(self, rows: RowBatch, hidden: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """See core.ports.HeadRunner."""
         results = self._run(LAYERS, rows, hidden, None)
         return self._over_all_ids(results.logits), results.hidden[: rows.logit_rows.size]
 
@@ -107,7 +106,7 @@ class LlvmHeadRunner(_FeatureRunner):
 
 
 class LlvmBlockRunner(_FeatureRunner):
-    """Runs a block drafter."""
+    """Runs a block drafter: a core.ports.BlockRunner."""
 
     def _open(self) -> None:
         self.block_size, self.mask_id = self.spec.block_size, self.spec.mask_id
@@ -126,14 +125,12 @@ class LlvmBlockRunner(_FeatureRunner):
             self.token_confidences += self._weights.tensor("confidence_bias")
 
     def run_block(self, rows: RowBatch) -> tuple[np.ndarray, np.ndarray | None]:
-        """See core.ports.BlockRunner."""
         results = self._run(LAYERS, rows, None, None)
         if self._confidence is None:
             return results.logits, None
         return results.logits, self._normed(results.hidden[: rows.logit_rows.size], "norm") @ self._confidence
 
     def biased(self, logits: np.ndarray, index: np.ndarray, previous: np.ndarray) -> np.ndarray:
-        """See core.ports.BlockRunner."""
         logits = logits[index]
         if self.has_bias:
             of_tokens = self._of_tokens[previous].astype(np.float32)
@@ -141,7 +138,6 @@ class LlvmBlockRunner(_FeatureRunner):
         return logits
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
-        """See core.ports.BlockRunner."""
         if segment == LAYERS:
             return super().run_segment(LAYERS, rows, None)
         check_blocks(self.pool, rows.block_tables, int((rows.context_lens + rows.rows_per_sequence).max()))

@@ -225,7 +225,6 @@ class LogitRules:
             blaming(GUIDE, grammar.append, tokens)
 
     def forced(self, slot: int) -> list[int]:
-        """See core.ports.Sampler."""
         grammar = self._grammars.get(slot)
         return [] if grammar is None else blaming(GUIDE, grammar.forced)
 

@@ -1,9 +1,9 @@
 """`LlvmRunner` runs a model by the CPU's kernels over a KV pool; draft_runners.py has those of drafts that read it.
 
-It implements core.ports.ModelRunner. A call runs one compiled function (cpu/kernels/segment.py) on
-each of its threads, which share the work; between calls the helper threads sleep. The weight file is mapped and read in
-place. The target's runner writes the hidden states that a head reads to its pool, by block and offset like keys and
-values.
+It implements core.ports.ModelRunner and core.adapter.AdaptableRunner. A call runs one compiled function
+(cpu/kernels/segment.py) on each of its threads, which share the work; between calls the helper threads sleep. The
+weight file is mapped and read in place. The target's runner writes the hidden states that a head reads to its pool, by
+block and offset like keys and values.
 """
 
 from __future__ import annotations
@@ -165,17 +165,14 @@ class LlvmRunner:
     def run_segment_with_scores(
         self, segment: int, rows: RowBatch, hidden: np.ndarray | None, exit_candidates: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """See core.ports.ModelRunner."""
         assert self._segments[segment].spec.has_exit_scores, f"segment {segment} has no exit scores"
         results = self._run(segment, rows, hidden, exit_candidates)
         return results.hidden, results.exit_scores
 
     def take_rows(self, hidden: np.ndarray, kept: np.ndarray) -> np.ndarray:
-        """See core.ports.ModelRunner."""
         return hidden[kept]
 
     def store_adapter(self, matrices: AdapterMatrices) -> StoredAdapter:
-        """See core.adapter.AdaptableRunner."""
         return StoredAdapter(matrices, self.spec.num_layers)
 
     def check_integrity(self) -> None:
@@ -253,7 +250,6 @@ class LlvmRunner:
         return self._workspace.view if num_rows > SHARED_ROWS else self._own[thread].view
 
     def _strip(self, thread: int) -> np.ndarray:
-        """Returns a thread's work space for products."""
         return self._own[thread].view("strip", scratch_size(self._most_inputs))
 
     def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:

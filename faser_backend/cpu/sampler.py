@@ -111,11 +111,9 @@ class NumpySampler:
             self._noting_failure(slot, None, self._rules.append, slot, tokens)
 
     def has_rules(self, slots: np.ndarray) -> bool:
-        """See core.ports.Sampler."""
         return bool(self.parameters.has_rules[slots].any())
 
     def forced(self, slot: int) -> list[int]:
-        """See core.ports.Sampler."""
         return self._noting_failure(slot, [], self._rules.forced, slot) if self.parameters.has_rules[slot] else []
 
     def sample(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:

@@ -426,7 +426,6 @@ class ResponsesReply(ApiReply):
         }
 
     def _position(self) -> dict[str, Any]:
-        """Returns the position of the last item's text."""
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, "content_index": 0}
 
     def _item_event(self, name: str, item: dict[str, Any]) -> Event:

@@ -30,7 +30,6 @@ class RoundCounts(NamedTuple):
 
 
 def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
-    """Returns the counts of each sequence."""
     drafted, kept = frontier.num_drafted, verification.num_kept
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
     run = np.minimum(acceptance.num_accepted, np.maximum(drafted - 1, 0))  # all of a chain but its last

@@ -104,7 +104,6 @@ POLICIES: dict[str, Callable[[LoadKnowledge], SpeculationPolicy]] = {
 
 
 def policy_usages() -> dict[str, str]:
-    """Returns the usage of each policy, by name."""
     return {"none": "none", FIXED: f"{FIXED}:K"} | {name: name for name in POLICIES}
 
 

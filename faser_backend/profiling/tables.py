@@ -18,7 +18,6 @@ BUSY_SPREAD = 0.15  # an idle machine repeats a call within a few percent
 
 
 def print_tables(profile: Profile, costs: CostModel, *, has_exits: bool) -> None:
-    """Prints all results on stdout."""
     console, calibration = table_console(), profile.calibration
     printed = partial(console.print, highlight=False, soft_wrap=True)
     console.print(call_table(costs))

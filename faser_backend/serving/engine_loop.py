@@ -179,7 +179,6 @@ class EngineLoop:
         _notify(self._on_finished, last, 0)
 
     def refuse(self) -> None:
-        """Refuses further requests."""
         self._is_refusing = True
 
     def drain(self) -> None:

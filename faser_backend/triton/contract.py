@@ -308,7 +308,6 @@ def _read_logit_bias(tensors: Tensors, handshake: Handshake) -> dict[int, float]
 
 # -- values of tensors ----------------------------------------------------------------------------------------------
 def num_text_bytes(tensors: Tensors) -> int:
-    """Returns the bytes of all strings of a request."""
     return sum(len(value) for array in tensors.values() if array.dtype == object for value in array.reshape(-1))
 
 

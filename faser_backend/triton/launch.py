@@ -35,7 +35,7 @@ from faser_backend.triton.admin import Administration
 from faser_backend.triton.launch_folder import HangWatch
 from faser_backend.triton.link import socket_path
 from faser_backend.triton.model_configs import CONTRACTS
-from faser_backend.triton.server import DRAIN_S, ENGINE_MODEL, ERROR_REPLY_S, TritonServer
+from faser_backend.triton.server import DRAIN_S, ENGINE_MODEL, ERROR_REPLY_S, TritonServer, wait_for_end
 
 DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 OPENAI_START_S = 30.0
@@ -185,9 +185,7 @@ class OpenAIProcess:
         """Drains the server: it refuses new requests. Kills it after DRAIN_S, or once is_hurried returns true."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            deadline_s = time.monotonic() + DRAIN_S
-            while self.process.poll() is None and time.monotonic() < deadline_s and not is_hurried():
-                time.sleep(0.05)
+            wait_for_end(self.process, DRAIN_S, is_hurried)
         self.process.kill()
         self.process.wait()
         self._engine_socket.unlink(missing_ok=True)

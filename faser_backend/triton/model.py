@@ -400,7 +400,6 @@ def _engines_policy(config: dict[str, Any]) -> dict[str, str]:
 
 
 def parameters_of(request: Any) -> dict[str, Any]:
-    """Returns the parameters of a request by name."""
     return json.loads(request.parameters() or "{}")
 
 

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
@@ -206,9 +207,9 @@ class TritonServer:
                 with contextlib.suppress(OSError):  # a full disk: end without draining
                     (self._folder / DRAIN_FILE).touch()
                     self._fail_readiness_probes()
-                    self._wait(DRAIN_S, lambda: self._is_drained(models), is_hurried)
+                    wait_for_end(self.process, DRAIN_S, lambda: self._is_drained(models) or is_hurried())
             self.process.send_signal(signal.SIGTERM)
-            self._wait(UNLOAD_S, lambda: False, is_hurried)
+            wait_for_end(self.process, UNLOAD_S, is_hurried)
         self.kill()
 
     def _is_drained(self, models: dict[int, str]) -> bool:
@@ -226,11 +227,6 @@ class TritonServer:
         address = f"{self.options.host}:{self.options.http_port}"
         with contextlib.suppress(AdminError):  # readiness then ends with the server
             Administration(address, self.options.admin_key).unload(SPARE_MODELS[self.options.contract], UNLOAD_CALL_S)
-
-    def _wait(self, seconds: float, is_over: Callable[[], bool], is_hurried: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + seconds
-        while self.process.poll() is None and time.monotonic() < deadline_s and not (is_over() or is_hurried()):
-            time.sleep(DRAIN_POLL_S)
 
     def kill(self) -> None:
         """Ends the server and every process of its group at once."""
@@ -260,6 +256,12 @@ class TritonServer:
 
     def __exit__(self, *exception: object) -> None:
         self.stop()
+
+
+def wait_for_end(process: subprocess.Popen[Any], seconds: float, should_stop: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + seconds
+    while process.poll() is None and time.monotonic() < deadline_s and not should_stop():
+        time.sleep(DRAIN_POLL_S)
 
 
 def with_own_lines(line: bytes) -> bytes:
