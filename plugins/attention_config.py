@@ -49,7 +49,7 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-TILE_BYTES = {2: 16_384, 4: 8_192}  # keys per iteration, by the bytes of an element; for all pairs, as bits depend on it
+TILE_BYTES = {2: 16_384, 4: 8_192}  # keys per iteration, by the bytes of an element; bits depend on it, so not on pairs
 HALF_TILES = (  # float16 and bfloat16, on tensor cores
     Tile(16, 16, 4, 3),
     Tile(32, 32, 4, 3),

@@ -107,7 +107,7 @@ def attend_tokens(
         # iteration. The compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N
         block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
-        if first % part_tokens == 0:  # not a loop over parts, at each of which loads would begin anew
+        if first % part_tokens == 0:  # not a loop over parts: at each, loads would begin again
             row_max, row_sum, mixed = join(row_max, row_sum, mixed, part_max, tl.max(part_sum, 1), part_mixed)
             part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             part_sum, part_mixed = tl.zeros_like(part_sum), tl.zeros_like(part_mixed)

@@ -114,8 +114,8 @@ def pruned_chunk_attention_kernel(
             tl.store(out + target[:, None] * HEAD_DIM + dims, result, mask=is_element)
         else:
             write_part(
-                mixed_parts, stat_parts, target, first_part, num_parts, num_splits, row_max, row_sum, mixed, is_row, dims,
-                HEAD_DIM, MOST_PARTS,
+                mixed_parts, stat_parts, target, first_part, num_parts, num_splits, row_max, row_sum, mixed, is_row,
+                dims, HEAD_DIM, MOST_PARTS,
             )  # fmt: skip
         if item + tl.num_programs(0) < num_items:
             sequence, own_item, _ = find_item(item + tl.num_programs(0), *lengths, ROWS, BLOCK_B)

@@ -58,7 +58,8 @@ def combine_splits_kernel(
     row_max = tl.full([1], float("-inf"), tl.float32)
     row_sum, mixed = tl.zeros([1], tl.float32), tl.zeros([1, BLOCK_D], tl.float32)
     for used in tl.range(0, num_used, loop_unroll_factor=4):  # so that several parts are on their way
-        part_mixed = tl.load(mixed_parts + (pair * num_splits + used) * HEAD_DIM + dims, mask=dims < HEAD_DIM, other=0.0)
+        pointers = mixed_parts + (pair * num_splits + used) * HEAD_DIM + dims
+        part_mixed = tl.load(pointers, mask=dims < HEAD_DIM, other=0.0)
         new_max, new_sum = tl.load(stat + used * 2 + one), tl.load(stat + used * 2 + 1 + one)
         row_max, row_sum, mixed = join(row_max, row_sum, mixed, new_max, new_sum, part_mixed)
     tl.store(out + pair * HEAD_DIM + dims, (mixed / row_sum[:, None]).to(out.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -200,7 +200,8 @@ def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None 
 def _compile_attend(geometry: Geometry, dtype: str, tiles: LaunchConfig) -> Compiled:
     floats = f"*{dtype}:16"  # TensorRT aligns tensors to 256 bytes
     signature = {name: "*i32:16" if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
-    signature |= dict.fromkeys(("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits", "part_tokens"), "i32")
+    numbers = ("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits", "part_tokens")
+    signature |= dict.fromkeys(numbers, "i32")
     signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
     return compile_kernel(
         attend_splits_kernel,

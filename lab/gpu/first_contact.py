@@ -72,7 +72,7 @@ def run(context: Context) -> Result:
 
 
 def _write_pair(context: Context, folder: Path) -> tuple[Path, Path]:
-    """Writes a pair whose logits lie close, so that a bit changes answers: the draft has half of the target's layers."""
+    """Writes a pair whose logits lie close, so that a bit changes answers; the draft has half of the layers."""
     spec = TINY_PAIR.target if context.is_tiny else PAIRS["qwen3-8b/0.6b"].draft
     spec = replace(spec, vocab_size=2048, num_layers=4 if context.is_tiny else 8, max_context=2048)
     return tuple(

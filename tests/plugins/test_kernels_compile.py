@@ -97,7 +97,7 @@ SMALL_KERNELS = {
         {"LOG2_SIZE": 20, "BLOCK_V": BLOCK_V},
     ),
 }
-NUM_WARPS = {"combine_splits_kernel": split_combine.NUM_WARPS, "add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
+NUM_WARPS = {"combine_splits_kernel": 1, "add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
 # The first norm of a model adds nothing, and most models have no norms of heads.
 OPTIONAL = {"add_rms_norm_kernel": ("delta", "summed"), "rotate_heads_kernel": ("q_norm", "k_norm")}
 

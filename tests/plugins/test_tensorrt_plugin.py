@@ -10,7 +10,13 @@ from inspect import signature
 import numpy as np
 import pytest
 
-from faser_backend.plugins.attention_config import MAX_SPLITS, PROGRAMS_PER_SM, choose_num_splits, num_tiles, part_tokens
+from faser_backend.plugins.attention_config import (
+    MAX_SPLITS,
+    PROGRAMS_PER_SM,
+    choose_num_splits,
+    num_tiles,
+    part_tokens,
+)
 from faser_backend.plugins.tensorrt_aot import (
     MAX_SHARED_BYTES,
     Compiled,
@@ -59,7 +65,8 @@ def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
         assert 1 <= splits <= MAX_SPLITS and num_rows * splits <= part_rows(num_rows)
         tiles = -(-num_rows // (config.block_m // GEOMETRY.group))
         tokens = part_tokens(16 * num_columns)
-        assert attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (1, num_columns), num_blocks=9).scalars[-1] == tokens
+        launch = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (1, num_columns), num_blocks=9)
+        assert launch.scalars[-1] == tokens
         wanted = choose_num_splits(GEOMETRY.num_kv_heads, -(-16 * num_columns // tokens), GEOMETRY.num_sms, tiles)
         assert splits in {1, wanted} and (splits == wanted or num_rows * wanted > part_rows(num_rows))
         num_limited += splits < wanted

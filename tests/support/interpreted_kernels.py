@@ -1,4 +1,3 @@
-# ruff: noqa: PLR0917 (broken steps take the arguments of the steps)
 """Kernels against their references in the Triton-language interpreter, on the CPU.
 
 A kernel is interpreted or not from its definition on, so the files interpreted_*.py run in their own processes, which
@@ -17,8 +16,8 @@ from triton.runtime import interpreter
 from faser_backend.cuda.call_shapes import ROW_COUNTS
 from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_call, random_shape
-from faser_backend.plugins import product as products
 from faser_backend.plugins import attention_tiles, reference
+from faser_backend.plugins import product as products
 from faser_backend.plugins import pruned_chunk_attention as attention
 from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import LaunchConfig
