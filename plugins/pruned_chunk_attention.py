@@ -186,7 +186,7 @@ def pruned_chunk_attention(
         IS_CAUSAL=is_causal,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        enable_fp_fusion=False,  # compilers would fuse in other places for other tiles
+        enable_fp_fusion=False,  # compilers fuse differently for other tiles
     )
     if parts is not None:
         combine_splits(*parts, cu_rows, out)

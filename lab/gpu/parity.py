@@ -151,8 +151,6 @@ def _check(  # noqa: PLR0917
         texts = answers(engine_dir, reference.prompts, reference.num_tokens, policy=policy, temperature=temperature)
         equal = [np.array_equal(*pair) for pair in zip(texts, expected, strict=True)]
         answer = {"policy": policy, "temperature": temperature, "num_answers": len(equal), "num_equal": sum(equal)}
-        if not temperature:
-            answer["num_near_ties"] = _near_ties(texts, reference, TIES[build.dtype])
         row.setdefault("answers", []).append(answer)
     begin("done")
 
@@ -171,18 +169,6 @@ def compare_logits(found: np.ndarray, expected: np.ndarray, tie: float) -> dict[
         "num_different": int(differs.sum()),
         "num_near_ties": int((differs & is_tie).sum()),
     }
-
-
-def _near_ties(texts: list[np.ndarray], reference: Reference, tie: float) -> int:
-    """Counts answers whose first different token is a near-tie of the reference."""
-    count = 0
-    for index, (text, expected) in enumerate(zip(texts, reference.texts, strict=True)):
-        differs = np.flatnonzero(text != expected)
-        if differs.size:
-            place = differs[0] - reference.prompts[index].size
-            best = np.sort(reference.logits["target"][index, place])[-2:]
-            count += bool(best[1] - best[0] <= tie)
-    return count
 
 
 def forced_logits(runtime: AnyRuntime, model: Any, prompts: list[np.ndarray], texts: list[np.ndarray]) -> np.ndarray:

@@ -128,7 +128,8 @@ def _together(draft: Any, target: Any) -> dict[str, float]:
             with torch.cuda.stream(share.stream):
                 probe.launch(LONG_SPIN_NS)
         torch.cuda.synchronize()
-        shares.append(overlap_of(*(_span(probe) for _, probe in probes)))
+        spans = [(float(probe.starts.min()), float(probe.ends.max())) for _, probe in probes]
+        shares.append(overlap_of(*spans))
     return {"overlap_share_median": float(np.median(shares)), "overlap_share_min": float(min(shares))}
 
 
@@ -137,8 +138,3 @@ def overlap_of(draft: tuple[float, float], target: tuple[float, float]) -> float
     shorter = min(end - start for start, end in (draft, target))
     common = min(draft[1], target[1]) - max(draft[0], target[0])
     return max(common, 0.0) / shorter if shorter else 0.0
-
-
-def _span(probe: Probe) -> tuple[float, float]:
-    """Returns the first program's start and the last one's end."""
-    return float(probe.starts.min()), float(probe.ends.max())

@@ -159,8 +159,7 @@ def test_few_programs_start_and_most_have_work(monkeypatch):
 
     def counted(*arguments, **constants):
         items.append(arguments[9])
-        shapes = [arguments[18]], [arguments[18]], [arguments[18], arguments[20]]
-        return tuple(tl.zeros(shape, tl.float32) for shape in shapes)
+        return tuple(tl.zeros([arguments[n] for n in sizes], tl.float32) for sizes in ((18,), (18,), (18, 20)))
 
     monkeypatch.setattr(attention, "attend_tokens", counted)
     monkeypatch.setattr(attention, "combine_splits", lambda *_: None)
@@ -291,21 +290,19 @@ def ascending_dot(self, a, b, d, *_):
     return interpreter.TensorHandle(total, d.dtype.scalar)
 
 
-@pytest.mark.parametrize("part_tokens", [32, 64])
-def test_a_rows_bits_do_not_depend_on_its_call(monkeypatch, part_tokens):
+def test_a_rows_bits_do_not_depend_on_its_call(monkeypatch):
     """The last row of a sequence: alone, verified, as a prompt, in parts, with other tiles and beside others.
 
     The control is another length of parts.
     """
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", ascending_dot)
     whole, length = make_call(Shape(rows=(90,), contexts=(0,), num_kv_heads=1, group=2, head_dim=16), 0), 90
-    run(whole, part_tokens=128)  # writes all keys and values to the pool
+    run(whole)  # writes all keys and values to the pool
 
-    def last_row(num_rows: int, others: int, block_m: int, tokens: int = part_tokens, **options) -> torch.Tensor:
+    def last_row(num_rows: int, others: int, block_m: int, tokens: int = 32, **options) -> torch.Tensor:
         monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(block_m, 16, 4, 2))
-        rows = torch.arange(length - num_rows, length)
-        more = torch.zeros(others, dtype=torch.int64)  # sequences of the first token, in the same blocks
-        picked = torch.cat([rows, more])
+        # The others are sequences of the first token, in the same blocks.
+        picked = torch.cat([torch.arange(length - num_rows, length), torch.zeros(others, dtype=torch.int64)])
         new = {name: getattr(whole, name)[picked] for name in ("q", "k_new", "v_new", "slot_mapping", "out")}
         lens = torch.tensor([length - num_rows, *[0] * others], dtype=torch.int32)
         ends = torch.tensor([0, *range(num_rows, num_rows + others + 1)], dtype=torch.int32)
