@@ -99,11 +99,11 @@ def test_products_of_few_rows_have_a_program_for_each_part(monkeypatch: pytest.M
     launched: list[tuple[Any, ...]] = []
     with faked(launched, monkeypatch):
         weight, product = empty(130, 2048, dtype=dtype), product_kernel.MatrixProduct(CUDA)
-        for num_rows in (3, 65):
+        for num_rows in (3, 300):
             logits = LogitsBuffer(CUDA).rows(num_rows, 130)
             product(empty(num_rows, 2048, dtype=dtype), weight, weight[:, 0].clone(), logits)
         assert product(empty(3, 16, dtype=dtype), empty(9, 16, dtype=dtype)).dtype == dtype
-    grids = (1, 3, 4), ((2, 3, 1) if dtype == torch.float32 else (1, 2, 1)), (1, 1, 1)
+    grids = (1, 3, 4), ((5, 3, 1) if dtype == torch.float32 else (3, 3, 1)), (1, 1, 1)
     assert [(name, grid) for name, grid, _ in launched] == [("product_kernel", grid) for grid in grids]
     few, *others = (arguments[9] for *_, arguments in launched)
     assert (few.shape, few.dtype, others) == ((4, 3, 130), torch.float32, [None, None])
