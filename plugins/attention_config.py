@@ -13,6 +13,7 @@ SHARED_LIMITS = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 32
 PART_TOKENS = 256  # with fewer, reading the parts back costs more than parallelism saves
+LEAST_SPLIT = 4  # programs for each of a call; with fewer, memory for parts grows for little
 PROGRAMS_PER_SM = 2  # resident at once in decode and verification; see docs/kernels.md
 
 
@@ -120,4 +121,5 @@ def choose_num_splits(num_kv_heads: int, num_parts: int, num_sms: int, num_tiles
 
     num_tiles: row tiles of the call per KV head.
     """
-    return num_parts if PROGRAMS_PER_SM * num_sms >= 2 * num_kv_heads * num_tiles else 1
+    is_small = LEAST_SPLIT * num_kv_heads * num_tiles <= PROGRAMS_PER_SM * num_sms
+    return min(num_parts, MAX_SPLITS) if is_small else 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from faser_backend.plugins.attention_config import (
+    LEAST_SPLIT,
     MAX_SPLITS,
     PART_TOKENS,
     PROGRAMS_PER_SM,
@@ -117,7 +118,8 @@ def num_splits(
     one = ops.constant(1)
     tiles = ops.ceil_div(num_rows, ops.constant(config.block_m // geometry.group))
     parts = ops.ceil_div(table_shape[1] * geometry.kv_block_size, part_tokens(geometry, ops, table_shape))
-    fits = ops.smaller(ops.constant(PROGRAMS_PER_SM * geometry.num_sms) // (tiles * geometry.num_kv_heads * 2), one)
+    programs = ops.constant(PROGRAMS_PER_SM * geometry.num_sms)
+    fits = ops.smaller(programs // (tiles * geometry.num_kv_heads * LEAST_SPLIT), one)
     has_room = ops.smaller(part_rows(num_rows) // (num_rows * parts), one)
     return ops.larger(parts * fits * has_room, one)
 

@@ -216,10 +216,10 @@ def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
 @pytest.mark.parametrize(
     ("num_kv_heads", "num_parts", "num_sms", "num_tiles", "expected"),
     [
-        (8, 4, 132, 17, 1),  # enough programs
-        (8, 4, 132, 16, 4),
-        (8, 4, 8, 1, 4),  # a small partition
-        (8, 4, 7, 1, 1),
+        (8, 4, 132, 9, 1),  # enough programs
+        (8, 4, 132, 8, 4),
+        (8, 40, 16, 1, MAX_SPLITS),  # a small partition
+        (8, 4, 15, 1, 1),
     ],
 )
 def test_contexts_are_split_to_fill_the_device(num_kv_heads, num_parts, num_sms, num_tiles, expected):
