@@ -6,12 +6,14 @@ The tables are the one place to tune; nothing is tuned at run time. This module 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 # The shared memory limit of one program, in bytes, by compute capability.
 SHARED_LIMITS = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 MAX_HEAD_DIM = 256
-MAX_SPLITS = 32
+MAX_SPLITS = 64
+MAX_DOUBLINGS = 10  # contexts of 4 million tokens
 PART_TOKENS = 256  # with fewer, reading the parts back costs more than parallelism saves
 LEAST_SPLIT = 4  # programs for each of a call; with fewer, memory for parts grows for little
 PROGRAMS_PER_SM = 2  # resident at once in decode and verification; see docs/kernels.md
@@ -111,9 +113,17 @@ def num_tiles(num_rows: int, num_sequences: int, tile_rows: int) -> int:
     return num_rows // tile_rows + num_sequences
 
 
-def part_tokens(max_context: int) -> int:
-    """Returns the tokens of a part for a model's contexts, so that none has more than MAX_SPLITS parts."""
-    return max(PART_TOKENS, -(-max_context // (MAX_SPLITS * 128)) * 128)  # a multiple of any block_n
+def count_parts(tokens: Any, smaller: Callable[[Any, int], Any] = min) -> Any:
+    """Returns the number of parts of a sequence of at least one token.
+
+    There are 16 of PART_TOKENS, then 8 of twice as many, and so on: short contexts are cut finely and long ones have
+    few parts. Numbers may be a compiler's expressions, with a minimum of theirs.
+    """
+    last, size, doublings = tokens + -1, PART_TOKENS, 0  # expressions know no minus
+    for n in range(MAX_DOUBLINGS):
+        is_beyond = smaller(last // (16 * PART_TOKENS << n), 1)
+        size, doublings = (is_beyond + 1) * size, is_beyond + doublings
+    return last // size + doublings * 8 + 1
 
 
 def choose_num_splits(num_kv_heads: int, num_parts: int, num_sms: int, num_tiles: int) -> int:
@@ -122,4 +132,4 @@ def choose_num_splits(num_kv_heads: int, num_parts: int, num_sms: int, num_tiles
     num_tiles: row tiles of the call per KV head.
     """
     is_small = LEAST_SPLIT * num_kv_heads * num_tiles <= PROGRAMS_PER_SM * num_sms
-    return min(num_parts, MAX_SPLITS) if is_small else 1
+    return num_parts if is_small and num_parts <= MAX_SPLITS else 1

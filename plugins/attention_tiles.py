@@ -5,9 +5,9 @@ Device functions that pruned_chunk_attention_kernel inlines. In all of them, dim
 dimensions, padded. row_max [BLOCK_M], row_sum [BLOCK_M, 8] (equal columns) and mixed [BLOCK_M, BLOCK_D] are a running
 softmax.
 
-A row's bits depend on its own tokens alone: tiles of BLOCK_N tokens and parts begin at multiples of their sizes,
-counted from the sequence's first token, tokens that a row does not see change nothing, and all sums are `dot`s, which
-add in ascending order for any BLOCK_M, or joins of parts in order.
+A row's bits depend on its own tokens alone: tiles and parts begin at fixed tokens of the sequence, tokens that a row
+does not see change nothing, and all sums are `dot`s, which add in ascending order for any BLOCK_M, or joins of parts in
+order.
 """
 
 # pyright: reportGeneralTypeIssues=false
@@ -18,11 +18,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from faser_backend.plugins.attention_config import MAX_DOUBLINGS
+
+DOUBLINGS = tl.constexpr(MAX_DOUBLINGS)
+
+
+@triton.jit
+def part_start(part, PART_TOKENS: tl.constexpr):
+    """Returns the first token of a part, see attention_config.count_parts."""
+    doublings = tl.maximum(part // 8 - 1, 0)
+    return (part - 8 * doublings) * PART_TOKENS * (1 << doublings)
+
+
+@triton.jit
+def count_parts(tokens, PART_TOKENS: tl.constexpr):
+    """Returns the number of parts, as attention_config.count_parts."""
+    last, doublings = tokens - 1, tokens * 0
+    for n in tl.static_range(DOUBLINGS):
+        doublings += (last >= (16 * PART_TOKENS << n)).to(tl.int32)
+    return last // (PART_TOKENS * (1 << doublings)) + 8 * doublings + 1
+
 
 @triton.jit
 def find_item(
-    item, cu_rows, context_lens, num_sequences, num_rows, max_context, num_splits, part_tokens,
-    ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
+    item, cu_rows, context_lens, num_sequences, num_rows, max_context, num_splits,
+    PART_TOKENS: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
 ):  # fmt: skip
     """Finds a KV head's item number `item`; returns its sequence, its number there, and the number of all items.
 
@@ -36,7 +56,7 @@ def find_item(
         last = tl.load(cu_rows + index + 1, mask=index < num_sequences, other=0)
         context = tl.load(context_lens + index, mask=index < num_sequences, other=0)
         is_within = (first >= 0) & (first <= last) & (last <= num_rows) & (context >= 0) & (context <= max_context)
-        num_parts = tl.minimum(tl.cdiv(context + last - first, part_tokens), num_splits)
+        num_parts = tl.minimum(count_parts(context + last - first, PART_TOKENS), num_splits)
         count = tl.where(is_within, tl.cdiv(last - first, ROWS) * num_parts, 0)
         is_before = total + tl.cumsum(count, 0) <= item
         sequence += tl.sum(is_before.to(tl.int32), 0)
@@ -80,11 +100,11 @@ def _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def attend_tokens(
-    query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, start, end, context, last_seen,
-    part_tokens, dims, HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, part, end, context, last_seen, dims,
+    HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Attends to tokens [start, end): those of the context in the pool, which all rows see, then rows of the chunk.
+    """Attends to tokens from a part on up to `end`: the context's in the pool, which all rows see, then the chunk's.
 
     A row of the chunk is seen up to last_seen [BLOCK_M], and not read through the pool: others may write it. Returns
     the softmax: row_max, row_sum [BLOCK_M], mixed.
@@ -92,8 +112,8 @@ def attend_tokens(
     row_max, part_max = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum, part_sum = tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, 8], tl.float32)
     mixed, part_mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    last_seen = tl.minimum(last_seen, end - context - 1)
-    token = start + tl.arange(0, BLOCK_N)
+    last_seen, start = tl.minimum(last_seen, end - context - 1), part_start(part, PART_TOKENS)
+    next_start, token = start, start + tl.arange(0, BLOCK_N)
     block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
     for first in range(start, end, BLOCK_N):
         row = token - context
@@ -107,7 +127,9 @@ def attend_tokens(
         # iteration. The compiler then keeps two tiles in flight. (Two ahead, it would keep none.)
         token += BLOCK_N
         block = _blocks(table, num_blocks, token, context, KV_BLOCK_SIZE)
-        if first % part_tokens == 0:  # not a loop over parts: at each, loads would begin again
+        if first == next_start:  # of a part; not a loop over parts: at each, loads would begin again
+            part += 1
+            next_start = part_start(part, PART_TOKENS)
             row_max, row_sum, mixed = join(row_max, row_sum, mixed, part_max, tl.max(part_sum, 1), part_mixed)
             part_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             part_sum, part_mixed = tl.zeros_like(part_sum), tl.zeros_like(part_mixed)

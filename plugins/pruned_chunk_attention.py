@@ -16,13 +16,13 @@ import triton.language as tl
 
 from faser_backend.plugins import reference
 from faser_backend.plugins.attention_config import MAX_SPLITS, PART_TOKENS, PROGRAMS_PER_SM, launch_config, num_tiles
-from faser_backend.plugins.attention_tiles import attend_tokens, find_item, write_rows
+from faser_backend.plugins.attention_tiles import attend_tokens, count_parts, find_item, part_start, write_rows
 from faser_backend.plugins.launch import check_attention, check_tensor, compute_capability, on_grid, runs_kernel
 from faser_backend.plugins.split_combine import combine_splits, empty_parts, write_part
 
 
 @triton.jit(
-    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits", "part_tokens"],
+    do_not_specialize=["num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits"],
     do_not_specialize_on_alignment=["block_table", "cu_rows", "context_lens", "slot_mapping", "table_width"],
 )
 def pruned_chunk_attention_kernel(
@@ -44,7 +44,6 @@ def pruned_chunk_attention_kernel(
     num_sequences,
     num_rows,
     num_splits,
-    part_tokens,  # a multiple of BLOCK_N
     out,  # [T, H, HEAD_DIM]; None where parts are written
     mixed_parts,  # [T, H, num_splits, HEAD_DIM] float32, else None
     stat_parts,  # [T, H, num_splits, 2] float32: maximum (base 2), sum
@@ -55,6 +54,7 @@ def pruned_chunk_attention_kernel(
     BLOCK_M: tl.constexpr,  # (row, query head) pairs of a program
     BLOCK_N: tl.constexpr,  # tokens per iteration
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded
+    PART_TOKENS: tl.constexpr,  # a multiple of BLOCK_N
     NUM_KV_HEADS: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # sequences whose lengths are read together
@@ -64,13 +64,13 @@ def pruned_chunk_attention_kernel(
     ROWS: tl.constexpr = BLOCK_M // GROUP  # rows of an item
     kv_head = tl.program_id(1)
     stride = table_stride if table_width is None else tl.load(table_width)
-    lengths = (cu_rows, context_lens, num_sequences, num_rows, stride * KV_BLOCK_SIZE, num_splits, part_tokens)
-    sequence, own_item, num_items = find_item(tl.program_id(0), *lengths, ROWS, BLOCK_B)
+    lengths = (cu_rows, context_lens, num_sequences, num_rows, stride * KV_BLOCK_SIZE, num_splits)
+    sequence, own_item, num_items = find_item(tl.program_id(0), *lengths, PART_TOKENS, ROWS, BLOCK_B)
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
         first_row = tl.load(cu_rows + sequence)
         own_rows = tl.load(cu_rows + sequence + 1) - first_row
         context = tl.load(context_lens + sequence)
-        num_parts = tl.minimum(tl.cdiv(context + own_rows, part_tokens), num_splits)
+        num_parts = tl.minimum(count_parts(context + own_rows, PART_TOKENS), num_splits)
         tile_start, first_part = own_item // num_parts * ROWS, own_item % num_parts
 
         dims = tl.arange(0, BLOCK_D)[None, :]
@@ -93,11 +93,10 @@ def pruned_chunk_attention_kernel(
             last_seen, rows_seen = tl.zeros_like(row) + own_rows, own_rows
         end = context + rows_seen
         if first_part < num_parts - 1:
-            end = tl.minimum(end, (first_part + 1) * part_tokens)
+            end = tl.minimum(end, part_start(first_part + 1, PART_TOKENS))
         row_max, row_sum, mixed = attend_tokens(
-            query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, first_part * part_tokens, end,
-            context, last_seen, part_tokens, dims,
-            HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D,
+            query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, first_part, end, context,
+            last_seen, dims, HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D, PART_TOKENS,
         )  # fmt: skip
         if first_part == 0:
             # A row has one tile and a KV head its own items, so each position has one writer. No program of
@@ -118,7 +117,7 @@ def pruned_chunk_attention_kernel(
                 dims, HEAD_DIM, MOST_PARTS,
             )  # fmt: skip
         if item + tl.num_programs(0) < num_items:
-            sequence, own_item, _ = find_item(item + tl.num_programs(0), *lengths, ROWS, BLOCK_B)
+            sequence, own_item, _ = find_item(item + tl.num_programs(0), *lengths, PART_TOKENS, ROWS, BLOCK_B)
 
 
 def pruned_chunk_attention(
@@ -144,7 +143,7 @@ def pruned_chunk_attention(
 
     Rows from cu_rows[B] on are padding: they are not read or written, and their `out` is unchanged.
     max_rows: about how many rows a sequence has, to choose tiles; any number gives the same bits. A captured graph
-    fixes it, T, B and num_splits. part_tokens: the tokens of a part, which alone decides the last bits of results.
+    fixes it, T, B and num_splits. part_tokens: of the first parts; it alone decides the last bits of results.
     num_splits: 1, or at least the parts of every sequence, which programs of their own then take.
     num_sms: the SMs of the current stream's share, which bound the programs.
     table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
@@ -178,10 +177,10 @@ def pruned_chunk_attention(
         context_lens.shape[0],
         q.shape[0],
         num_splits,
-        part_tokens,
         out if parts is None else None,
         *(parts or (None, None)),
         **config.constants(num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, kv_block_size=kv_block_size),
+        PART_TOKENS=part_tokens,
         BLOCK_B=32 if context_lens.shape[0] <= 32 else 512,  # 32 need no barrier; few sizes, as each is compiled
         IS_CAUSAL=is_causal,
         num_warps=config.num_warps,

@@ -25,7 +25,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from faser_backend.plugins.attention_config import MAX_SPLITS, LaunchConfig, padded_head_dim
+from faser_backend.plugins.attention_config import MAX_SPLITS, PART_TOKENS, LaunchConfig, padded_head_dim
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
 from faser_backend.plugins.split_combine import NUM_WARPS, combine_splits_kernel
 from faser_backend.plugins.tensorrt_contract import (
@@ -127,19 +127,21 @@ def attend_splits_kernel(
     q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping,
     num_rows, num_blocks, num_sequences,
     num_columns,  # of block_table
-    num_splits, part_tokens, mixed_parts, stat_parts,
+    num_splits, mixed_parts, stat_parts,
     k_pool_out,  # the same as k_pool: TensorRT passes every output
     v_pool_out,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MOST_PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PART_TOKENS: tl.constexpr, MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: as the body's. Tensors of TensorRT are contiguous."""
     pruned_chunk_attention_kernel(
         q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, None,
         NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
-        num_blocks, num_columns, num_sequences, num_rows, num_splits, part_tokens, None, mixed_parts, stat_parts,
-        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D, NUM_KV_HEADS, MOST_PARTS, 32, True,
+        num_blocks, num_columns, num_sequences, num_rows, num_splits, None, mixed_parts, stat_parts,
+        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D, PART_TOKENS, NUM_KV_HEADS, MOST_PARTS,
+        32, True,
     )  # fmt: skip
 
 
@@ -166,7 +168,7 @@ def combine_parts_kernel(
 def attend_constants(geometry: Geometry, tiles: LaunchConfig) -> dict[str, int | float]:
     """Returns the constants of the first kernel."""
     names = ("num_kv_heads", "group", "head_dim", "kv_block_size")
-    return tiles.constants(**{name: getattr(geometry, name) for name in names})
+    return tiles.constants(**{name: getattr(geometry, name) for name in names}) | {"PART_TOKENS": PART_TOKENS}
 
 
 def combine_constants(geometry: Geometry) -> dict[str, int]:
@@ -200,8 +202,7 @@ def compile_attend(geometry: Geometry, dtype: str, max_shared_bytes: int | None 
 def _compile_attend(geometry: Geometry, dtype: str, tiles: LaunchConfig) -> Compiled:
     floats = f"*{dtype}:16"  # TensorRT aligns tensors to 256 bytes
     signature = {name: "*i32:16" if name in INDEX_INPUTS else floats for name in ATTENTION_INPUTS}
-    numbers = ("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits", "part_tokens")
-    signature |= dict.fromkeys(numbers, "i32")
+    signature |= dict.fromkeys(("num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits"), "i32")
     signature |= {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "k_pool_out": floats, "v_pool_out": floats}
     return compile_kernel(
         attend_splits_kernel,

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 from faser_backend.plugins.attention_config import (
     LEAST_SPLIT,
     MAX_SPLITS,
-    PART_TOKENS,
     PROGRAMS_PER_SM,
     LaunchConfig,
+    count_parts,
     launch_config,
     num_tiles,
 )
@@ -100,13 +100,6 @@ def part_rows(num_rows: Any) -> Any:
     return num_rows + EXTRA_PART_ROWS
 
 
-def part_tokens(geometry: Geometry, ops: DimensionOps, table_shape: Sequence[Any]) -> Any:
-    """Returns the tokens of a part, as attention_config.part_tokens, for contexts that fill a table of (B, MB)."""
-    step = 128
-    steps = ops.ceil_div(table_shape[1] * geometry.kv_block_size, ops.constant(MAX_SPLITS * step))
-    return ops.larger(steps * step, ops.constant(PART_TOKENS))
-
-
 def num_splits(
     geometry: Geometry, config: LaunchConfig, ops: DimensionOps, num_rows: Any, table_shape: Sequence[Any]
 ) -> Any:
@@ -117,11 +110,11 @@ def num_splits(
     """
     one = ops.constant(1)
     tiles = ops.ceil_div(num_rows, ops.constant(config.block_m // geometry.group))
-    parts = ops.ceil_div(table_shape[1] * geometry.kv_block_size, part_tokens(geometry, ops, table_shape))
+    parts = count_parts(table_shape[1] * geometry.kv_block_size, lambda a, b: ops.smaller(a, ops.constant(b)))
     programs = ops.constant(PROGRAMS_PER_SM * geometry.num_sms)
     fits = ops.smaller(programs // (tiles * geometry.num_kv_heads * LEAST_SPLIT), one)
     has_room = ops.smaller(part_rows(num_rows) // (num_rows * parts), one)
-    return ops.larger(parts * fits * has_room, one)
+    return ops.larger(parts * fits * has_room * ops.smaller(ops.constant(MAX_SPLITS) // parts, one), one)
 
 
 class Launch(NamedTuple):
@@ -145,8 +138,7 @@ def attend_launch(
     tiles = num_tiles(num_rows, table_shape[0], ops.constant(config.block_m // geometry.group))
     resident = ops.ceil_div(ops.constant(PROGRAMS_PER_SM * geometry.num_sms), ops.constant(geometry.num_kv_heads))
     grid = (ops.smaller(tiles * splits, resident), ops.constant(geometry.num_kv_heads), ops.constant(1))
-    tokens = part_tokens(geometry, ops, table_shape)
-    return Launch(grid, (num_rows, num_blocks, *table_shape, splits, tokens))
+    return Launch(grid, (num_rows, num_blocks, *table_shape, splits))
 
 
 def combine_launch(

@@ -23,6 +23,7 @@ MAX_GRAPH_ROWS = 512
 # costs little.
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MAX_GRAPH_ROWS)
 PROMPT_ROWS = 128  # from here on a call without logits, such as a prompt's chunk, has a separate shape
+VERIFY_ROWS = 8  # rows per sequence that attention's tiles are chosen for, unless the call is a prompt's chunk
 FILTER_ROWS = 64  # rows sorted at once for top-k and top-p
 ROW_STEP = 8
 PADDED_ROWS = (1, 8)  # of each sequence in padded calls: decode, verification

@@ -12,9 +12,15 @@ from dataclasses import dataclass
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import DSPARK, EAGLE3, ModelSpec
-from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS
+from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS, VERIFY_ROWS
 from faser_backend.manifest import ModelEngine
-from faser_backend.plugins.attention_config import MAX_SPLITS
+from faser_backend.plugins.attention_config import (
+    LEAST_SPLIT,
+    MAX_SPLITS,
+    PROGRAMS_PER_SM,
+    count_parts,
+    launch_config,
+)
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 NODES_PER_LAYER = 10  # nodes of a graph; more with biases and split contexts
@@ -22,7 +28,7 @@ NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
 GRAPH_NODE_BYTES = 16 << 10  # allowance for CUDA's device memory per node
 FILTER_BYTES = 60  # per row and token while top-k and top-p sort: scores, copies, indices, sums in float64
-MAX_PART_PAIRS = 5120  # of rows and heads in a call whose parts have programs; see plugins.attention_config
+MAX_SMS = 160  # of a GPU
 MAX_PART_SUMS = 1 << 21  # of a product, see plugins.product
 # Rows of every captured call of a segment, without exit scores.
 MENU = (*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS))
@@ -121,7 +127,9 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    parts = min(num_rows * spec.num_heads, MAX_PART_PAIRS) * MAX_SPLITS * (spec.head_dim + 2)
+    tile = launch_config(size, spec.head_dim, spec.num_heads // spec.num_kv_heads, VERIFY_ROWS)
+    pairs = min(num_rows * spec.num_heads, tile.block_m * PROGRAMS_PER_SM * MAX_SMS // LEAST_SPLIT)  # with split parts
+    parts = pairs * min(count_parts(spec.max_context), MAX_SPLITS) * (spec.head_dim + 2)
     return num_rows * per_row * size + 4 * (parts + MAX_PART_SUMS)
 
 

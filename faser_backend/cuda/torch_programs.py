@@ -21,12 +21,12 @@ from torch.nn import functional
 
 from faser_backend.core.adapter import module_shapes
 from faser_backend.cuda.buffers import ADAPTERS, FEATURES
-from faser_backend.cuda.call_shapes import PROMPT_ROWS, CallBounds
+from faser_backend.cuda.call_shapes import PROMPT_ROWS, VERIFY_ROWS, CallBounds
 from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec
 from faser_backend.plugins.add_rms_norm import add_rms_norm
-from faser_backend.plugins.attention_config import choose_num_splits, launch_config, part_tokens
+from faser_backend.plugins.attention_config import choose_num_splits, count_parts, launch_config
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
 from faser_backend.plugins.kv_write import write_kv
@@ -37,8 +37,7 @@ from faser_backend.plugins.rotate_heads import rotate_heads
 Tensors = Mapping[str, torch.Tensor]
 Rotated = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values, by head
 
-VERIFY_ROWS = 8  # rows per sequence that tiles are chosen for, unless the call is a prompt's chunk
-MANY_VERIFY_ROWS = 32  # the same for calls with at least PROMPT_ROWS rows
+MANY_VERIFY_ROWS = 32  # as VERIFY_ROWS, for calls with at least PROMPT_ROWS rows
 
 
 class TorchSegment:
@@ -61,12 +60,14 @@ class TorchSegment:
     def num_splits(self, bounds: CallBounds, pool: torch.Tensor) -> int:
         """Returns the most parts that programs of their own take in a call; pool [Hkv, NB, kv_block_size, hd].
 
-        They fill the SMs if all rows belong to one sequence.
+        They fill the SMs if all rows belong to one sequence. Calls with prompts fill them without.
         """
+        if bounds.num_rows >= PROMPT_ROWS:
+            return 1
         model, group = self.model, self.model.num_heads // self.model.num_kv_heads
         config = launch_config(pool.element_size(), model.head_dim, group, usual_rows(bounds))
         num_tiles = -(-bounds.num_rows // (config.block_m // group))
-        num_parts = -(-bounds.num_blocks * pool.shape[2] // part_tokens(model.max_context))
+        num_parts = count_parts(max(1, bounds.num_blocks) * pool.shape[2])
         return choose_num_splits(model.num_kv_heads, num_parts, self.num_sms, num_tiles)
 
 
@@ -216,7 +217,6 @@ class SegmentCall:
             out,
             max_rows=usual_rows(self.bounds),
             num_splits=self.num_splits,
-            part_tokens=part_tokens(self.model.max_context),
             num_sms=self.num_sms,
             table_width=tensors["table_width"],
             is_causal=not self.model.block_size,  # rows of a drafted block see each other

@@ -17,9 +17,9 @@ from faser_backend.plugins.attention_config import (
     MAX_SPLITS,
     SHARED_LIMITS,
     choose_num_splits,
+    count_parts,
     launch_config,
     padded_head_dim,
-    part_tokens,
     shared_bytes,
     shared_limit,
 )
@@ -218,7 +218,8 @@ def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
     [
         (8, 4, 132, 9, 1),  # enough programs
         (8, 4, 132, 8, 4),
-        (8, 40, 16, 1, MAX_SPLITS),  # a small partition
+        (8, 40, 16, 1, 40),  # a small partition
+        (8, MAX_SPLITS + 1, 132, 1, 1),
         (8, 4, 15, 1, 1),
     ],
 )
@@ -226,6 +227,6 @@ def test_contexts_are_split_to_fill_the_device(num_kv_heads, num_parts, num_sms,
     assert choose_num_splits(num_kv_heads, num_parts, num_sms, num_tiles) == expected
 
 
-@pytest.mark.parametrize(("max_context", "expected"), [(1, 256), (8192, 256), (8193, 384), (131_072, 4096)])
-def test_no_context_has_more_parts_than_are_joined(max_context, expected):
-    assert part_tokens(max_context) == expected and -(-max_context // expected) <= MAX_SPLITS
+def test_parts_are_few_where_contexts_are_long():
+    counts = [count_parts(tokens) for tokens in (1, 256, 257, 4096, 4097, 4609, 8192, 8193, 131_072, 262_144)]
+    assert counts == [1, 1, 2, 16, 17, 18, 24, 25, 56, MAX_SPLITS]

@@ -14,8 +14,8 @@ from faser_backend.plugins.attention_config import (
     MAX_SPLITS,
     PROGRAMS_PER_SM,
     choose_num_splits,
+    count_parts,
     num_tiles,
-    part_tokens,
 )
 from faser_backend.plugins.tensorrt_aot import (
     MAX_SHARED_BYTES,
@@ -64,10 +64,7 @@ def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
         splits = num_splits(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (num_sequences, num_columns))
         assert 1 <= splits <= MAX_SPLITS and num_rows * splits <= part_rows(num_rows)
         tiles = -(-num_rows // (config.block_m // GEOMETRY.group))
-        tokens = part_tokens(16 * num_columns)
-        launch = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (1, num_columns), num_blocks=9)
-        assert launch.scalars[-1] == tokens
-        wanted = choose_num_splits(GEOMETRY.num_kv_heads, -(-16 * num_columns // tokens), GEOMETRY.num_sms, tiles)
+        wanted = choose_num_splits(GEOMETRY.num_kv_heads, count_parts(16 * num_columns), GEOMETRY.num_sms, tiles)
         assert splits in {1, wanted} and (splits == wanted or num_rows * wanted > part_rows(num_rows))
         num_limited += splits < wanted
     assert 0 < num_limited < 200
@@ -77,7 +74,7 @@ def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
 def test_the_grid_is_what_the_gpu_holds_or_what_may_have_work(num_rows: int) -> None:
     config = GEOMETRY.launch_config("fp16")
     launch = attend_launch(GEOMETRY, config, WHOLE_NUMBERS, num_rows, (3, 100), num_blocks=50)
-    most_items = num_tiles(num_rows, 3, config.block_m // GEOMETRY.group) * launch.scalars[-2]
+    most_items = num_tiles(num_rows, 3, config.block_m // GEOMETRY.group) * launch.scalars[-1]
     assert launch.grid == (min(most_items, PROGRAMS_PER_SM * 132 // 2), 2, 1)
     assert launch.scalars[:4] == (num_rows, 50, 3, 100)
 
@@ -132,7 +129,7 @@ def test_both_halves_are_baked_in(registered: FakeTensorRt) -> None:
     assert combined.shape_at(SIZES) == [20, 8, 64] and combined.source is None
     launched = implemented(registered, "CombineSplits", halves, (combined,))
     check_passed(compile_combine(GEOMETRY, "bf16"), halves, launched, [combined])
-    assert launch_at(launched) == ((20, 8, 1), [4, wanted.scalars[-2]])
+    assert launch_at(launched) == ((20, 8, 1), [4, wanted.scalars[-1]])
 
 
 def test_signatures_are_classes_that_tensorrt_can_read(registered: FakeTensorRt) -> None:
@@ -152,10 +149,10 @@ def test_signatures_are_classes_that_tensorrt_can_read(registered: FakeTensorRt)
 def test_parameters_are_inputs_numbers_outputs(capability: int, dtype: str) -> None:
     compiled = compile_attend(replace(GEOMETRY, capability=capability), dtype)
     names = [name for name, _ in compiled.parameters]
-    numbers = ["num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits", "part_tokens"]
+    numbers = ["num_rows", "num_blocks", "num_sequences", "num_columns", "num_splits"]
     assert names == [*ATTENTION_INPUTS, *numbers, *ATTEND_OUTPUTS]
     floats = f"*{dtype}"
-    types = [*[floats] * 5, *["*i32"] * 4, *["i32"] * 6, "*fp32", "*fp32", floats, floats]
+    types = [*[floats] * 5, *["*i32"] * 4, *["i32"] * 5, "*fp32", "*fp32", floats, floats]
     assert [kind for _, kind in compiled.parameters] == types
     assert assemble(compiled)[0] > 0 and entry_parameters(compiled.ptx) == [width_of(kind) for kind in types]
 

@@ -52,7 +52,7 @@ def run(
     )
     constants = attend_constants(geometry, config)
     if num_splits is not None:
-        scalars = (*scalars[:-2], num_splits, max(config.block_n, 16))
+        scalars, constants["PART_TOKENS"] = (*scalars[:-1], num_splits), config.block_n
     pools = (call.k_pool, call.v_pool)
     attend_splits_kernel[grid](*call[:9], *scalars, mixed, stat, *pools, **constants)
     grid, (num_sequences, splits) = combine_launch(geometry, config, WHOLE_NUMBERS, num_rows, table_shape)
@@ -77,7 +77,7 @@ def test_a_call_of_the_menu_is_padded_by_contents() -> None:
     call = make_call(shape, 0)
     call = call._replace(block_table=torch.nn.functional.pad(call.block_table, (0, 200)))
     table_shape, geometry = call.block_table.shape, geometry_of(shape)
-    assert attend_launch(geometry, SMALL, WHOLE_NUMBERS, 8, table_shape, num_blocks=9).scalars[-2] >= 3
+    assert attend_launch(geometry, SMALL, WHOLE_NUMBERS, 8, table_shape, num_blocks=9).scalars[-1] >= 3
     check(call, lambda call: run(call, geometry, SMALL))
 
 

@@ -32,7 +32,7 @@ class NoProducts(TorchFunctionMode):
 
 
 def test_interpreted_layers_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_programs, "part_tokens", lambda _: 64)  # so that parts get programs of their own
+    monkeypatch.setattr(torch_programs, "count_parts", lambda _: 8)  # so that parts get programs of their own
     assert runs_kernel(pruned_chunk_attention_kernel, torch.zeros(1, device=CPU)), "kernels are interpreted"
     reference: Any = random_model("qwen3", num_hidden_layers=2, max_position_embeddings=512)
     model = write_torch_engine(write_model(reference, tmp_path / "source"), tmp_path, exit_layers=(1,))
