@@ -37,14 +37,7 @@ from faser_backend.profiling.tables import print_tables
 from faser_backend.serving.compose import engine_on, prepared
 from faser_backend.serving.loading import log, shown_phases
 from faser_backend.serving.processes import terminable
-from faser_backend.serving.profile_store import (
-    PROFILE_FILE,
-    Fingerprint,
-    Profile,
-    cost_model_of,
-    is_padded,
-    key_columns,
-)
+from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, cost_model_of, key_columns
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 CALIBRATION_SHARE = 0.35  # of a budget, at most
@@ -214,7 +207,7 @@ class _Profiler:
         return shares_of(menu, has_draft=self.manifest.draft is not None)
 
     def run(self, effort: Effort, prompts: Path | None, budget_s: float | None) -> Profile:
-        manifest, widths, pads = self.manifest, key_columns(self.manifest), is_padded(self.manifest)
+        manifest, widths, pads = self.manifest, key_columns(self.manifest), self.manifest.runtime_spec.is_gathered
         _report("measuring the engine's speed", 0.0)
         seconds = self._estimate_s(effort)
         work = share_within(seconds, budget_s)
