@@ -12,6 +12,7 @@ from faser_backend.engines.checkpoint import CheckpointError
 BLOCK_ELEMENTS = 1 << 23
 COPIED_COLUMNS = 256
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # the import registers the name with numpy
+DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}  # by the names of safetensors
 FLOAT_TYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}  # by the manifest's dtypes
 _EXPONENTS = {  # these bits are all set only in infinities and NaNs
     np.dtype(np.float32): np.uint32(0x7F800000),

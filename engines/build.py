@@ -22,8 +22,8 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.pairs import open_pair
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions
 from faser_backend.engines.tokenizer_files import write_tokenizer
-from faser_backend.engines.weights import ENDS, ModelWeights
-from faser_backend.engines.weights_build import WeightsBuilder, choose_kv_cache_dtype, choose_weights
+from faser_backend.engines.weights import ModelWeights
+from faser_backend.engines.weights_build import WeightsBuilder, choose_kv_cache_dtype, choose_weights, format_of
 from faser_backend.manifest import DTYPES, MANIFEST_FILE, EngineManifest, FileSpec, ModelEngine
 from faser_backend.plugins.tensorrt_import import EXTRAS, TensorRtError, import_tensorrt
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
@@ -242,9 +242,8 @@ def _check_output(output: Path) -> None:
 
 def _num_bytes(weights: ModelWeights, weight_format: WeightFormat, dtype: str) -> int:
     """Returns about how many bytes a model takes in its files."""
-    formats = dict(zip(ENDS, weight_format.formats[1:], strict=True))
-    names = (formats.get(name, weight_format.name if dtype == "fp32" else dtype) for name in weights)
-    return round(sum(BYTES[form] * math.prod(weights.shape(name)) for form, name in zip(names, weights, strict=True)))
+    formats = {name: format_of(name, weight_format) if dtype == "fp32" else dtype for name in weights}
+    return round(sum(BYTES[form] * math.prod(weights.shape(name)) for name, form in formats.items()))
 
 
 def _check_room(output: Path, num_bytes: int) -> None:

@@ -25,7 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTenso
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from faser_backend.core.model import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_WIDTH, RopeScaling
-from faser_backend.engines.arrays import BFLOAT16, checked_finite
+from faser_backend.engines.arrays import DTYPES, checked_finite
 from faser_backend.engines.checkpoint import Checkpoint, CheckpointError, ConfigFields
 from faser_backend.engines.gguf_tokenizer import convert_tokenizer
 from faser_backend.files import FileError, check_regular
@@ -91,7 +91,6 @@ TYPES = (
 READERS_OWN = "GGUF."  # keys that the package adds to the metadata
 MAX_VALUES = 1 << 22  # of a header, with its lists' elements; two for each text
 
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 SCALES = "F16"  # the number format of all quantised types' scales
 NUMBERS_AT_ONCE = 1 << 20
 

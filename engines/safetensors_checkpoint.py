@@ -16,13 +16,12 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from faser_backend.engines.arrays import BFLOAT16, checked_finite
+from faser_backend.engines.arrays import DTYPES, checked_finite
 from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields, read_json
 from faser_backend.files import FileError, check_regular
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": BFLOAT16}
 INTEGERS = {"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "BOOL": np.dtype(np.bool_)}
 MAPPED = DTYPES | INTEGERS | {"I8": np.dtype(np.int8), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn)}
 _METADATA = "__metadata__"

@@ -68,7 +68,7 @@ class ModelProposer(Proposer):
             self.times.lap("draft_rows")
             logits = run_model(runner, rows)
             self.times.lap("draft_model")
-            chain.add(active, step, *self._draw(chain, active, step, logits, num_candidates))
+            chain.add(active, step, *self._draw(chain, active, logits, num_candidates))
             step += 1
             active = active[chain.wants_more(active, step)]
             self.times.lap("draft_sample")
@@ -126,10 +126,10 @@ class ModelProposer(Proposer):
         return piece_rows(pieces, starts, tables, with_logits=True)
 
     def _draw(
-        self, chain: Chain, active: np.ndarray, step: int, logits: np.ndarray, num_candidates: int
+        self, chain: Chain, active: np.ndarray, logits: np.ndarray, num_candidates: int
     ) -> tuple[DraftTokens, np.ndarray | None]:
         """Draws a token for each active sequence; under rejection sampling also returns its distribution [A, V]."""
-        rows = chain.sampling_rows(active, step)
+        rows = chain.sampling_rows(active)
         if not self._keeps_probs:
             return self._sampler.sample_draft(logits, rows, num_candidates), None
         probs = self._sampler.probabilities(logits, rows)
@@ -174,7 +174,7 @@ class Chain:
         """Returns one row per active sequence: its newest draft token."""
         return single_rows(self.last_tokens(active), self.positions[active] - 1, tables)
 
-    def sampling_rows(self, active: np.ndarray, step: int) -> SamplingRows:
+    def sampling_rows(self, active: np.ndarray) -> SamplingRows:
         return SamplingRows(
             self.batch.slots[active], self.positions[active], active, self._num_tokens[active], self._tokens
         )

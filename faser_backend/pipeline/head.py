@@ -94,7 +94,7 @@ class HeadProposer(ModelProposer):
                 hidden = head.run_segment(0, rows, None)
             logits, hidden = head.run_layer(rows, hidden)
             self.times.lap("draft_model")
-            chain.add(active, step, *self._draw(chain, active, step, logits, num_candidates))
+            chain.add(active, step, *self._draw(chain, active, logits, num_candidates))
             step += 1
             goes_on = chain.wants_more(active, step)
             active, hidden = active[goes_on], head.take_rows(hidden, np.flatnonzero(goes_on))
@@ -154,7 +154,7 @@ class BlockProposer(HeadProposer):
             index, probs = firsts[goes_on] + step, None
             if drawn is None:  # a draw depends on those before it
                 these = drafter.biased(logits, index, last[goes_on])
-                found, probs = self._draw(chain, active[goes_on], step, these, num_candidates)
+                found, probs = self._draw(chain, active[goes_on], these, num_candidates)
             else:
                 named = None if drawn.candidates is None else drawn.candidates[index]
                 found = DraftTokens(drawn.tokens[index], drawn.margins[index], named)

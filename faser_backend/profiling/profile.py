@@ -9,7 +9,6 @@ Policies read the result through serving/profile_store.py.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -36,16 +35,9 @@ from faser_backend.profiling.cost_fit import fit_overhead
 from faser_backend.profiling.measure import Bench, Sampled, Share, WaitingRunner, fit_segments, shares_of
 from faser_backend.profiling.tables import print_tables
 from faser_backend.serving.compose import engine_on, prepared
-from faser_backend.serving.loading import shown_phases
+from faser_backend.serving.loading import log, shown_phases
 from faser_backend.serving.processes import terminable
-from faser_backend.serving.profile_store import (
-    PROFILE_FILE,
-    Fingerprint,
-    Profile,
-    cost_model_of,
-    is_padded,
-    key_columns,
-)
+from faser_backend.serving.profile_store import PROFILE_FILE, Fingerprint, Profile, cost_model_of, key_columns
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 CALIBRATION_SHARE = 0.35  # of a budget, at most
@@ -55,7 +47,6 @@ SEED = 0
 # probe step (whose chains are the longest), and calls that warm up a case.
 PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
 
-Report = Callable[[str, float], None]  # called when a part begins: its name, and the share of all work that is done
 LOADS = (1, 8, 32)  # sequences
 LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
 # A decision by confidence: 30 us for one request in an engine, 17 to 40 us for 2 to 32 alone. Policies correct it.
@@ -178,22 +169,24 @@ def profile_engine(
     engine_dir: Path,
     *,
     is_quick: bool = False,
-    report: Report = lambda what, done: None,
     prompts: Path | None = None,
     budget_s: float | None = None,
-    log: Callable[[str], None] = lambda text: None,
 ) -> Profile:
     """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 
     prompts: a file of texts to continue; None: the target writes its own. budget_s: less is measured if all would take
-    longer. log: takes the estimated time, and what an interrupt left out. The caller saves the profile. Raises
-    ManifestError for a broken directory, ConfigError for an option out of range, and KeyboardInterrupt if interrupted
-    before the whole machine was measured.
+    longer. The log of loading has the estimated time, the parts, and what an interrupt left out. The caller saves the
+    profile. Raises ManifestError for a broken directory, ConfigError for an option out of range, and KeyboardInterrupt
+    if interrupted before the whole machine was measured.
     """
     manifest = EngineManifest.load(engine_dir)
     with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
-        profiler = _Profiler(runtime, engine_dir, manifest, report, log)
-        return profiler.run(QUICK if is_quick else FULL, prompts, budget_s)
+        return _Profiler(runtime, engine_dir, manifest).run(QUICK if is_quick else FULL, prompts, budget_s)
+
+
+def _report(what: str, done: float) -> None:
+    """Logs that a part begins. done: the share of all work that is done."""
+    log.info(f"{done:4.0%}  {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,8 +196,6 @@ class _Profiler:
     runtime: AnyRuntime
     engine_dir: Path
     manifest: EngineManifest
-    report: Report
-    log: Callable[[str], None]
 
     @property
     def models(self) -> ModelPair:
@@ -216,15 +207,15 @@ class _Profiler:
         return shares_of(menu, has_draft=self.manifest.draft is not None)
 
     def run(self, effort: Effort, prompts: Path | None, budget_s: float | None) -> Profile:
-        manifest, widths, pads = self.manifest, key_columns(self.manifest), is_padded(self.manifest)
-        self.report("measuring the engine's speed", 0.0)
+        manifest, widths, pads = self.manifest, key_columns(self.manifest), self.manifest.runtime_spec.is_gathered
+        _report("measuring the engine's speed", 0.0)
         seconds = self._estimate_s(effort)
         work = share_within(seconds, budget_s)
         less = "" if work == 1.0 else f", of which {work:.0%} is done"
-        self.log(f"time: about {max(seconds, 1.0):.0f} s{less}")
+        log.info(f"time: about {max(seconds, 1.0):.0f} s{less}")
         effort = effort.scaled(work)
         # Calibration is first: a machine that warms up does not affect it, and it finds bad options early.
-        self.report("calibration", 0.0)
+        _report("calibration", 0.0)
         calibration = calibrate(
             self._make_engine,
             self.engine_dir,
@@ -244,13 +235,13 @@ class _Profiler:
             if {share.model for share in sampled if share.partition == WHOLE} != set(cases):
                 raise
             is_whole = False
-            self.log(f"interrupted after {len(sampled)} of {len(self.shares)} partitions; the others keep defaults")
+            log.info(f"interrupted after {len(sampled)} of {len(self.shares)} partitions; the others keep defaults")
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
         calls = cost_model_of(manifest, costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0))
         overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
-        self.report("done", 1.0)
+        _report("done", 1.0)
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -293,11 +284,11 @@ class _Profiler:
         """Measures one partition after the other; results go into `sampled`, which outlives an interrupt."""
         bench = Bench(self.runtime, self.models, cases, max_sweeps=effort.max_sweeps, seed=SEED)
         for index, share in enumerate(self.shares, 1):
-            self.report(f"{share.model} on {share.partition}", index / (len(self.shares) + 2))
+            _report(f"{share.model} on {share.partition}", index / (len(self.shares) + 2))
             sampled[share] = bench.measure(share, effort.calls_s / len(self.shares))
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
-        self.report("step overhead", 1 - 1 / (len(self.shares) + 2))
+        _report("step overhead", 1 - 1 / (len(self.shares) + 2))
         steps.visit()
         found = steps.lanes()
         if self.models.draft is not None:
@@ -314,16 +305,9 @@ def run_profile(
         raise ConfigError(f"--budget-s = {budget_s:g}: must be above 0")
     manifest = EngineManifest.load(engine_dir)
     check_room(engine_dir, PROFILE_BYTES, PROFILE_FILE)
-    with terminable(), shown_phases() as phases:
+    with terminable(), shown_phases():
         try:
-            profile = profile_engine(
-                engine_dir,
-                is_quick=is_quick,
-                prompts=prompts,
-                report=lambda what, done: phases.begin(f"{done:4.0%}  {what}"),
-                budget_s=budget_s,
-                log=lambda text: print(text, file=sys.stderr),
-            )
+            profile = profile_engine(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{engine_dir} is unchanged") from None
     profile.save(engine_dir)

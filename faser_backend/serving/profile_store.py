@@ -167,12 +167,7 @@ def _of_engine(manifest: EngineManifest, costs: CostModel) -> CostModel:
     which runtimes of GPUs have, or by one call."""
     num_idle = None if manifest.draft is None else manifest.draft.spec.num_idle
     drafts_at_once = not manifest.runtime_spec.is_cpu or num_idle is not None
-    return replace(costs, is_padded=is_padded(manifest), drafts_at_once=drafts_at_once, num_idle=num_idle)
-
-
-def is_padded(manifest: EngineManifest) -> bool:
-    """Returns whether attention pads all sequences of a call to the longest."""
-    return manifest.runtime_spec.is_gathered
+    return replace(costs, is_padded=manifest.runtime_spec.is_gathered, drafts_at_once=drafts_at_once, num_idle=num_idle)
 
 
 def key_columns(manifest: EngineManifest) -> np.ndarray:

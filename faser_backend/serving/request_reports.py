@@ -163,7 +163,7 @@ def log_clamp(asked: int, request: Request) -> None:
 
 
 def log_request(life: RequestLife) -> None:
-    """Logs a line for an ended request, with its id and counts (a request_life.Listener)."""
+    """Logs a line for an ended request, with its id and counts (a Listener)."""
     sequences = life.sequences.values()
     fields = {
         "num_input_tokens": sum(each.num_prompt_tokens for each in sequences),
@@ -203,7 +203,7 @@ def forward_options() -> list[str]:
 
 
 class Tracing:
-    """Makes and sends the spans of one process. `trace` is a request_life.Listener."""
+    """Makes and sends the spans of one process. `trace` is a Listener."""
 
     def __init__(self, endpoint: str, *, processor: Any = None) -> None:
         """endpoint: from check_endpoint. processor: receives spans instead, for tests."""

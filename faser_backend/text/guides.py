@@ -162,30 +162,24 @@ class GuideCompiler:
         self._compiled: OrderedDict[str, LlgGrammar] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "guides")
-        self._num_waiting = 0
+        self._free = threading.BoundedSemaphore(MAX_WAITING)
 
     def compile_later(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
         """Calls on_done with the grammar or its error: at once if it is compiled, else on the compiler's thread.
 
         Raises RequestError if too many grammars wait.
         """
-        with self._lock:
-            known = self._known(guide)
-            if known is None:
-                if self._num_waiting >= MAX_WAITING:
-                    limit = f"{MAX_WAITING} grammars wait to be compiled; retry later"
-                    raise RequestError(GUIDE, "given", limit)
-                self._num_waiting += 1
-        if known is not None:
+        if (known := self._known(guide)) is not None:
             on_done(known)
-        else:
+        elif self._free.acquire(blocking=False):
             self._pool.submit(self._run, guide, on_done)
+        else:
+            raise RequestError(GUIDE, "given", f"{MAX_WAITING} grammars wait to be compiled; retry later")
 
     def compile(self, guide: str) -> LlgGrammar:
         """Compiles a guide of read_guide. Raises RequestError with the library's message."""
-        with self._lock:
-            if (known := self._known(guide)) is not None:
-                return known
+        if (known := self._known(guide)) is not None:
+            return known
         if not self._end_ids:
             raise RequestError(GUIDE, "given", "needs a model with an end token")
         if self._tokenizer is None:
@@ -208,9 +202,10 @@ class GuideCompiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _known(self, guide: str) -> LlgGrammar | None:
-        if guide in self._compiled:
-            self._compiled.move_to_end(guide)
-        return self._compiled.get(guide)
+        with self._lock:
+            if guide in self._compiled:
+                self._compiled.move_to_end(guide)
+            return self._compiled.get(guide)
 
     def _run(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
         try:
@@ -219,8 +214,7 @@ class GuideCompiler:
             result = error
         except BaseException as error:  # a panic in the library must neither end the thread nor leave a request waiting
             result = RequestError(GUIDE, "given", f"could not be compiled: {type(error).__name__}")
-        with self._lock:
-            self._num_waiting -= 1
+        self._free.release()
         on_done(result)
 
 

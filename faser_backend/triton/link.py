@@ -414,7 +414,7 @@ def _plain(value: Any) -> Any:
         return msgpack.ExtType(_ARRAY, pack([str(value.dtype), value.shape, np.ascontiguousarray(value).tobytes()]))
     if is_dataclass(value) and not isinstance(value, type):
         pairs = ((name, getattr(value, name), default) for name, default in _defaults(type(value)))
-        return {name: item for name, item, default in pairs if not _is_same(item, default)}
+        return {name: item for name, item, default in pairs if isinstance(item, np.ndarray) or item != default}
     if isinstance(value, TextTokenizer):
         return msgpack.ExtType(_TOKENIZER, pack([value.file, value.prompts]))
     if isinstance(value, Enum):
@@ -429,10 +429,6 @@ def _plain(value: Any) -> Any:
 @cache
 def _defaults(kind: Any) -> list[tuple[str, Any]]:
     return [(field.name, field.default) for field in fields(kind)]
-
-
-def _is_same(value: Any, default: Any) -> bool:
-    return value is default or (type(value) is type(default) and type(value) in (int, float, str) and value == default)
 
 
 def _read_extension(code: int, data: bytes) -> np.ndarray | TextTokenizer:

@@ -19,6 +19,7 @@ from faser_backend.policy.calibration import KINDS
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.profiling import profile as profile_module
 from faser_backend.profiling.profile import profile_engine, run_profile
+from faser_backend.serving.loading import reporting_to
 from faser_backend.serving.profile_store import (
     PROFILE_FILE,
     Fingerprint,
@@ -41,14 +42,14 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profiled(engine: Path) -> tuple[Path, Profile]:
     """The engine with a profile of very few sweeps, and the profile."""
-    told: list[tuple[str, float]] = []
-    with pytest.MonkeyPatch.context() as patch:
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch, reporting_to(told.append):
         patch.setattr(profile_module, "QUICK", BRIEF)
         before = os.sched_getaffinity(0)
-        profile = profile_engine(engine, is_quick=True, report=lambda what, done: told.append((what, done)))
+        profile = profile_engine(engine, is_quick=True)
         assert os.sched_getaffinity(0) == before, "measuring pins threads of its own only"
-    shares = [done for _, done in told]
-    assert shares == sorted(shares) and shares[-1] == 1.0
+    shares = [int(line[:3]) for line in told if line[3:4] == "%"]
+    assert shares == sorted(shares) and shares[-1] == 100 and len(shares) > 5
     profile.save(engine)
     return engine, profile
 

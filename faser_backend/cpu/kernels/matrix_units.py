@@ -336,8 +336,9 @@ def _weight_tiles(builder, layout: Layout, address, space: Space, block: int, gr
             put_line(builder, pairs(builder, layout, address, INT64(pair)), tiles[0], pair)
             continue
         both = [numbers(builder, layout, address, INT64(2 * pair), step) for step in range(2)]
-        for tile in tiles:
-            nearest = [cut_to_bfloat16(builder, values) for values in both]
+        for tile in tiles:  # cut to bfloat16; what is left of a half is then a bfloat16 number
+            bits = [builder.and_(builder.bitcast(values, INTEGERS), integers(-0x10000)) for values in both]
+            nearest = [builder.bitcast(values, VECTOR) for values in bits]
             put_line(builder, join_pairs(builder, *nearest), tile, pair)
             both = [builder.fsub(values, of_them) for values, of_them in zip(both, nearest, strict=True)]
     return tiles
@@ -377,8 +378,3 @@ def tile_of(builder, area, tile: int, block: int):
 
 def line():
     return INT64(CACHE_LINE)
-
-
-def cut_to_bfloat16(builder, values):
-    """Truncates to bfloat16; the result is float32. What is left of a half is then a bfloat16 number."""
-    return builder.bitcast(builder.and_(builder.bitcast(values, INTEGERS), integers(-0x10000)), VECTOR)
