@@ -34,6 +34,23 @@ class LogitsBuffer:
         return self._rows[:num_rows]
 
 
+def pool_slots(slot_mapping: torch.Tensor, pool: torch.Tensor, first: int = 0) -> torch.Tensor:
+    """Returns rows' indices into a pool whose dimensions `first` and the next are blocks and positions, int64.
+
+    Rows without a position, which have -1, get the last one: it belongs to no sequence.
+    """
+    return slot_mapping.remainder(pool.shape[first] * pool.shape[first + 1]).long()
+
+
+def write_kv(
+    k_new: torch.Tensor, v_new: torch.Tensor, slot_mapping: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor
+) -> None:
+    """Writes k_new and v_new [T, Hkv, hd] to the pools, for engines whose attention does not. See pool_slots."""
+    slots = pool_slots(slot_mapping, k_pool, 1)
+    for rows, pool in ((k_new, k_pool), (v_new, v_pool)):
+        pool.flatten(1, 2).index_copy_(1, slots, rows.transpose(0, 1))
+
+
 class CudaKvPool:
     """Keys, values and features of one model; all start as zeros.
 
@@ -84,4 +101,6 @@ class CudaKvPool:
     def check_integrity(self) -> None:
         """Asserts that every value is finite, layer by layer. Waits for the device."""
         for layer in range(self.storage.shape[0]):
-            assert self.storage[layer].isfinite().all(), f"a key or value of layer {layer} in the pool is not finite"
+            assert self.storage[layer, :, :, :-1].isfinite().all(), (
+                f"the pool holds a key or value of layer {layer} that is not finite"
+            )

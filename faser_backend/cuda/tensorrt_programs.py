@@ -22,10 +22,9 @@ import torch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import FEATURE_ROWS, FEATURES
 from faser_backend.cuda.call_shapes import UNLIMITED, CallBounds
+from faser_backend.cuda.pool import pool_slots, write_kv
 from faser_backend.cuda.segment import Launch, SegmentProgram
-from faser_backend.cuda.torch_programs import feature_slots
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
-from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, import_tensorrt
 from faser_backend.runtime_spec import RUNTIMES
 
@@ -367,7 +366,7 @@ class TensorRtSegment:
 
         def launch() -> None:
             if read:
-                slots = feature_slots(tensors["slot_mapping"], tensors[FEATURES])
+                slots = pool_slots(tensors["slot_mapping"], tensors[FEATURES])
                 for name, kept in read.items():
                     torch.index_select(kept, 0, slots, out=tensors[name])
             if not context.execute_async_v3(current_stream()):
@@ -378,7 +377,7 @@ class TensorRtSegment:
                 )
                 write_kv(k_new, v_new, tensors["slot_mapping"], k_pool, v_pool)
             if written:
-                slots = feature_slots(tensors["slot_mapping"], tensors[FEATURES])
+                slots = pool_slots(tensors["slot_mapping"], tensors[FEATURES])
                 for name, kept in written.items():
                     kept.index_copy_(0, slots, tensors[name])
             for name, made in apart.items():

@@ -22,6 +22,7 @@ from torch.nn import functional
 from faser_backend.core.adapter import module_shapes
 from faser_backend.cuda.buffers import ADAPTERS, FEATURES
 from faser_backend.cuda.call_shapes import PROMPT_ROWS, VERIFY_ROWS, CallBounds
+from faser_backend.cuda.pool import pool_slots, write_kv
 from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec
@@ -29,7 +30,6 @@ from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import choose_num_splits, count_parts, launch_config
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
-from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
@@ -166,7 +166,7 @@ class SegmentCall:
         hidden, normed = self.norm(hidden, found, self.weights.layers[layer].input_norm)
         if layer in self.model.feature_layers:
             features, index = self.tensors[FEATURES], self.model.feature_layers.index(layer)
-            slots = feature_slots(self.tensors["slot_mapping"], features)
+            slots = pool_slots(self.tensors["slot_mapping"], features)
             features.flatten(0, 1)[:, index].index_copy_(0, slots, hidden)
         return hidden, self.rotated(layer, normed)
 
@@ -233,15 +233,10 @@ class SegmentCall:
         return hidden if summed is None else summed, normed
 
 
-def feature_slots(slot_mapping: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """Returns the rows' indices into flat features [blocks, kv_block_size, ...], int64; padding uses the last block."""
-    return slot_mapping.remainder(features.shape[0] * features.shape[1]).long()
-
-
 def read_features(tensors: Tensors) -> torch.Tensor:
     """Returns each row's hidden states of the target, side by side: [T, num_features * hidden_size of the target]."""
     features = tensors[FEATURES]
-    return features.flatten(2).flatten(0, 1).index_select(0, feature_slots(tensors["slot_mapping"], features))
+    return features.flatten(2).flatten(0, 1).index_select(0, pool_slots(tensors["slot_mapping"], features))
 
 
 class TorchPrograms:

@@ -75,10 +75,9 @@ def _write_pair(context: Context, folder: Path) -> tuple[Path, Path]:
     """Writes a pair whose logits lie close, so that a bit changes answers; the draft has half of the layers."""
     spec = TINY_PAIR.target if context.is_tiny else PAIRS["qwen3-8b/0.6b"].draft
     spec = replace(spec, vocab_size=2048, num_layers=4 if context.is_tiny else 8, max_context=2048)
-    return tuple(
-        write_planted(folder / name, model, None, checked_device(context), context.seed)
-        for name, model in (("target", spec), ("draft", replace(spec, num_layers=spec.num_layers // 2)))
-    )
+    draft, device = replace(spec, num_layers=spec.num_layers // 2), checked_device(context)
+    write_planted(folder / "draft", draft, None, device, context.seed)
+    return write_planted(folder / "target", spec, None, device, context.seed), folder / "draft"
 
 
 def _failed_capture() -> None:

@@ -23,7 +23,6 @@ from faser_backend.plugins import reference
 from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
-from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 from faser_backend.plugins.rotate_heads import rotate_heads
@@ -100,14 +99,6 @@ def _check_exit_scores(name: str, device: str, rng: np.random.Generator) -> floa
     return error / math.sqrt(hidden_size)  # a sum of this many products of unit normals
 
 
-def _check_kv_write(name: str, device: str, rng: np.random.Generator) -> float:
-    call = _random_call(name, device, rng)
-    expected = call.with_own_results()
-    for each, write in ((call, write_kv), (expected, reference.write_kv)):
-        write(each.k_new, each.v_new, each.slot_mapping, each.k_pool, each.v_pool)
-    return 0.0 if _same_bits(call, expected) else math.inf
-
-
 def _check_norm(name: str, device: str, rng: np.random.Generator) -> float:
     hidden = _random_rows(name, device, rng, int(rng.choice(WIDTHS)))
     delta = normal(hidden.dtype, device, rng, *hidden.shape)
@@ -180,7 +171,6 @@ def _compare(
 CHECKS: dict[str, Callable[[str, str, np.random.Generator], float]] = {
     "pruned_chunk_attention": _check_attention,
     "exit_scores": _check_exit_scores,
-    "write_kv": _check_kv_write,
     "add_rms_norm": _check_norm,
     "rotate_heads": _check_rotation,
     "gated_silu": _check_gate,

@@ -101,9 +101,8 @@ def test_chains_are_those_of_calls_in_turn(built, kinds: list[Sampling], num_can
         drawn = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
         stepwise = FakeLoop(host, sampler).draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
         assert_equal_chains(drawn, stepwise, drafting.lengths)
-        torch.testing.assert_close(
-            runner.pool.storage, host.pool.storage, atol=1e-4, rtol=0, msg="K/V of other positions was written"
-        )
+        own, expected = (each.pool.storage[:, :, :, :-1] for each in (runner, host))  # the last is for padding rows
+        torch.testing.assert_close(own, expected, atol=1e-4, rtol=0, msg="K/V of other positions was written")
         again = loop.draft(drafting.rows(), drafting.slots, drafting.lengths, num_candidates)
         assert_equal_chains(again, drawn, drafting.lengths)
 
@@ -145,7 +144,7 @@ def test_a_warmed_up_menu_leaves_pools_alone(built) -> None:
     loop = TorchDraftLoop(runner, open_sampler(KINDS))
     runner.capture_menu(0)
     loop.capture_menu(5, 2)
-    assert torch.equal(runner.pool.storage, before)
+    assert torch.equal(runner.pool.storage[:, :, :, :-1], before[:, :, :, :-1])
 
 
 def test_rules_are_left_to_the_host(built) -> None:

@@ -11,7 +11,6 @@ import torch
 
 from faser_backend.cpu.noise import GumbelNoise, seed_keys
 from faser_backend.lab.gpu.kernel_cases import Call, Shape, make_call
-from faser_backend.plugins import reference
 from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import (
     MAX_SPLITS,
@@ -25,7 +24,6 @@ from faser_backend.plugins.attention_config import (
 )
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
-from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import perturb_logits
 from faser_backend.plugins.product import FEW_OUTPUTS, MatrixProduct, parts_of
@@ -95,13 +93,6 @@ def test_launchers_run_references_on_the_cpu():
     candidates, scores = torch.tensor([[1, 2], [3, 4], [19, 0]]), torch.zeros(3, 2)
     exit_scores(hidden, head, candidates, scores)
     torch.testing.assert_close(scores, (hidden @ head.T).gather(1, candidates))
-
-
-def test_a_write_of_no_row_writes_nothing():
-    pools = torch.zeros(1, 2, 8, 16), torch.zeros(1, 2, 8, 16)
-    write_kv(torch.ones(2, 1, 16), torch.ones(2, 1, 16), torch.tensor([-1, -1], dtype=torch.int32), *pools)
-    reference.write_kv(torch.ones(0, 1, 16), torch.ones(0, 1, 16), torch.zeros(0, dtype=torch.int32), *pools)
-    assert not any(pool.any() for pool in pools)
 
 
 @pytest.mark.parametrize(

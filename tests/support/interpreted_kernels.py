@@ -23,7 +23,6 @@ from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import LaunchConfig
 from faser_backend.plugins.exit_scores import exit_scores
 from faser_backend.plugins.gated_silu import gated_silu
-from faser_backend.plugins.kv_write import write_kv
 from faser_backend.plugins.launch import runs_kernel
 from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits
 from faser_backend.plugins.product import MatrixProduct
@@ -250,9 +249,6 @@ def test_pools_beyond_two_to_the_thirty_one_elements():
     for pool, tensor in zip(pools, (small.k_pool, small.v_pool), strict=True):
         assert torch.equal(pool[:, shift:].contiguous().view(torch.int16), tensor.view(torch.int16))
         assert not pool[:, :2].any(), "an index that wrapped"
-    write_kv(large.k_new, large.v_new, large.slot_mapping - 1, *pools)
-    written = (large.slot_mapping - 1).long()
-    assert torch.equal(pools[0].view(2, -1, 256)[:, written], large.k_new.transpose(0, 1))
 
 
 def changed(name: str, index: int, change, module=attention):
@@ -332,19 +328,6 @@ def test_exit_scores(dtype, num_rows, num_candidates, hidden_size):
     reference.exit_scores(hidden, head, candidates, expected)
     exit_scores(hidden, head, candidates, actual)
     torch.testing.assert_close(actual, expected, atol=1e-5 * hidden_size**0.5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("head_dim", [16, 80])
-def test_kv_write_touches_its_slots_alone(dtype, head_dim):
-    fused = torch.randn(6, 5, head_dim).to(dtype)
-    new = fused[:, :2], fused[:, 3:]
-    slots = torch.tensor([3, -1, 17, 0, -1, 31], dtype=torch.int32)
-    expected, actual = ([torch.full((2, 4, 8, head_dim), SENTINEL, dtype=dtype) for _ in range(2)] for _ in range(2))
-    reference.write_kv(*new, slots, *expected)
-    write_kv(*new, slots, *actual)
-    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
-    assert sum(int((pool[0, ..., 0] != SENTINEL).sum()) for pool in actual) == 8
 
 
 # -- row kernels of a decoder layer ------------------------------------------------------------------------------------
