@@ -18,6 +18,7 @@ from faser_backend.lab.gpu.harness import Context, Result
 from faser_backend.lab.gpu.kernel_cases import Shape, make_call
 from faser_backend.lab.shapes import AttentionShape, attention_bytes
 from faser_backend.plugins.attention_config import PART_TOKENS, choose_num_splits
+from faser_backend.plugins.product import MatrixProduct
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention
 
 GEMM_ROWS = (1, 8, 32, 64, 160, 320, 512, 8192)
@@ -65,7 +66,7 @@ def copy_bytes_per_s(device: str, num_bytes: int) -> float:
 
 
 def peaks(context: Context) -> Result:
-    """Measures copy bandwidth over buffer sizes, and torch's bf16 products by rows."""
+    """Measures copy bandwidth over buffer sizes, and bf16 products by rows, torch's and the project's."""
     sizes = (1 << 16, 1 << 20) if context.is_tiny else (4 << 20, 32 << 20, 256 << 20, 1 << 30, 4 << 30)
     found: Result = {"copies": [], "products": []}
     for num_bytes in sizes:
@@ -85,12 +86,17 @@ def _product(device: str, num_rows: int, depth: int, width: int) -> dict[str, fl
     """Times x [num_rows, depth] @ w [width, depth]^T over several weights, so that none stays in the cache."""
     weights = [torch.empty(width, depth, dtype=torch.bfloat16, device=device).normal_() for _ in range(4)]
     x = torch.empty(num_rows, depth, dtype=torch.bfloat16, device=device).normal_()
-    each_us = median_us(device, lambda: [torch.nn.functional.linear(x, weight) for weight in weights]) / 4
+
+    def each_us(multiply: Callable[[torch.Tensor, torch.Tensor], object]) -> float:
+        return median_us(device, as_graph(device, lambda: [multiply(x, weight) for weight in weights])) / 4
+
+    us, own_us = each_us(torch.nn.functional.linear), each_us(MatrixProduct(x.device))
     return {
         "rows": num_rows,
-        "us": each_us,
-        "tflops": 2.0 * num_rows * depth * width / each_us / 1e6,
-        "weight_gb_per_s": 2.0 * depth * width / each_us / 1e3,
+        "us": us,
+        "own_us": own_us,  # by plugins.product
+        "tflops": 2.0 * num_rows * depth * width / us / 1e6,
+        "weight_gb_per_s": 2.0 * depth * width / us / 1e3,
     }
 
 
