@@ -290,7 +290,7 @@ def ascending_dot(self, a, b, d, *_):
 
 
 def test_a_rows_bits_do_not_depend_on_its_call(monkeypatch):
-    """A last row alone, verified, as a prompt, in parts, with other tiles and beside others. The control: other parts."""
+    """A last row alone, verified, as a prompt, in parts, with other tiles, beside others. The control: other parts."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", ascending_dot)
     whole, length = make_call(Shape(rows=(90,), contexts=(0,), num_kv_heads=1, group=2, head_dim=16), 0), 90
     run(whole)  # writes all keys and values to the pool
