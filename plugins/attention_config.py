@@ -59,11 +59,7 @@ HALF_TILES = (  # float16 and bfloat16, on tensor cores
     Tile(256, 64, 8, 3),
     Tile(ANY, 128, 8, 3),
 )
-WIDE_HALF_TILES = (  # head_dim above 128, or no warp-group products: 128 pairs would spill registers
-    Tile(16, 16, 4, 3),
-    Tile(32, 32, 4, 3),
-    Tile(ANY, 64, 8, 3),
-)
+WIDE_HALF_TILES = (*HALF_TILES[:2], Tile(ANY, 64, 8, 3))  # head_dim above 128, or no warp-group products
 FLOAT_TILES = (  # float32: exact products without tensor cores, so small tiles
     Tile(16, 16, 8, 3),
     Tile(ANY, 32, 8, 2),

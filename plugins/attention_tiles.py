@@ -101,8 +101,8 @@ def _blocks(table, num_blocks, token, end, KV_BLOCK_SIZE: tl.constexpr):
 @triton.jit
 def attend_tokens(
     query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, part, end, context, last_seen, dims,
-    HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART_TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr, SCALE_LOG2: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PART_TOKENS: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Attends to tokens from a part on up to `end`: the context's in the pool, which all rows see, then the chunk's.
 
@@ -120,8 +120,11 @@ def attend_tokens(
         slot = (block.to(tl.int64) * KV_BLOCK_SIZE + token % KV_BLOCK_SIZE)[:, None] * HEAD_DIM
         new, is_old = row.to(tl.int64)[:, None], (row < 0)[:, None]
         is_value = (token < end)[:, None] & (dims < HEAD_DIM)  # other memory may hold anything
-        keys = tl.load(tl.where(is_old, k_head + slot, k_rows + new * k_stride) + dims, mask=is_value, other=0.0)
-        values = tl.load(tl.where(is_old, v_head + slot, v_rows + new * v_stride) + dims, mask=is_value, other=0.0)
+        # Newer compilers do not see the alignment of a choice.
+        k_from = tl.multiple_of(tl.where(is_old, k_head + slot, k_rows + new * k_stride), (ALIGNMENT, ALIGNMENT))
+        v_from = tl.multiple_of(tl.where(is_old, v_head + slot, v_rows + new * v_stride), (ALIGNMENT, ALIGNMENT))
+        keys = tl.load(k_from + dims, mask=is_value, other=0.0)
+        values = tl.load(v_from + dims, mask=is_value, other=0.0)
         visible = row[None, :] <= last_seen[:, None]
         # The table is read one iteration ahead, so that loads of keys and values do not depend on a load of the same
         # iteration. The compiler then keeps two tiles in flight. (Two ahead, it would keep none.)

@@ -55,6 +55,7 @@ def pruned_chunk_attention_kernel(
     BLOCK_N: tl.constexpr,  # tokens per iteration
     BLOCK_D: tl.constexpr,  # HEAD_DIM, padded
     PART_TOKENS: tl.constexpr,  # a multiple of BLOCK_N
+    ALIGNMENT: tl.constexpr,  # bytes, of the keys and values of a row and head
     NUM_KV_HEADS: tl.constexpr,
     MOST_PARTS: tl.constexpr,
     BLOCK_B: tl.constexpr,  # sequences whose lengths are read together
@@ -97,6 +98,7 @@ def pruned_chunk_attention_kernel(
         row_max, row_sum, mixed = attend_tokens(
             query, k_head, v_head, table, num_blocks, k_rows, v_rows, k_stride, v_stride, first_part, end, context,
             last_seen, dims, HEAD_DIM, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D, PART_TOKENS,
+            ALIGNMENT,
         )  # fmt: skip
         if first_part == 0:
             # A row has one tile and a KV head its own items, so each position has one writer. No program of
@@ -163,7 +165,7 @@ def pruned_chunk_attention(
         return
     group = q.shape[1] // num_kv_heads
     config = launch_config(q.element_size(), head_dim, group, max_rows, compute_capability(q))
-    parts = empty_parts(q, num_splits) if num_splits > 1 else None
+    kv, parts = tensors[1:5], empty_parts(q, num_splits) if num_splits > 1 else None
     tiles = num_tiles(q.shape[0], context_lens.shape[0], config.block_m // group)
     programs = min(tiles * num_splits, -(-PROGRAMS_PER_SM * num_sms // num_kv_heads))
     on_grid(pruned_chunk_attention_kernel, programs, num_kv_heads)(
@@ -181,6 +183,7 @@ def pruned_chunk_attention(
         *(parts or (None, None)),
         **config.constants(num_kv_heads=num_kv_heads, group=group, head_dim=head_dim, kv_block_size=kv_block_size),
         PART_TOKENS=part_tokens,
+        ALIGNMENT=1 if any((t.data_ptr() | t.itemsize * (t.stride(0) | t.stride(1))) % 16 for t in kv) else 16,
         BLOCK_B=32 if context_lens.shape[0] <= 32 else 512,  # 32 need no barrier; few sizes, as each is compiled
         IS_CAUSAL=is_causal,
         num_warps=config.num_warps,

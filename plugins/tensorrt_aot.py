@@ -133,15 +133,15 @@ def attend_splits_kernel(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK_SIZE: tl.constexpr,
     SCALE_LOG2: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PART_TOKENS: tl.constexpr, MOST_PARTS: tl.constexpr,
+    PART_TOKENS: tl.constexpr, ALIGNMENT: tl.constexpr, MOST_PARTS: tl.constexpr,
 ):  # fmt: skip
     """Grid: as the body's. Tensors of TensorRT are contiguous."""
     pruned_chunk_attention_kernel(
         q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping, None,
         NUM_KV_HEADS * GROUP * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM,
         num_blocks, num_columns, num_sequences, num_rows, num_splits, None, mixed_parts, stat_parts,
-        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D, PART_TOKENS, NUM_KV_HEADS, MOST_PARTS,
-        32, True,
+        HEAD_DIM, GROUP, KV_BLOCK_SIZE, SCALE_LOG2, BLOCK_M, BLOCK_N, BLOCK_D, PART_TOKENS, ALIGNMENT, NUM_KV_HEADS,
+        MOST_PARTS, 32, True,
     )  # fmt: skip
 
 
@@ -168,7 +168,8 @@ def combine_parts_kernel(
 def attend_constants(geometry: Geometry, tiles: LaunchConfig) -> dict[str, int | float]:
     """Returns the constants of the first kernel."""
     names = ("num_kv_heads", "group", "head_dim", "kv_block_size")
-    return tiles.constants(**{name: getattr(geometry, name) for name in names}) | {"PART_TOKENS": PART_TOKENS}
+    constants = tiles.constants(**{name: getattr(geometry, name) for name in names})
+    return constants | {"PART_TOKENS": PART_TOKENS, "ALIGNMENT": 16 if geometry.head_dim % 8 == 0 else 1}
 
 
 def combine_constants(geometry: Geometry) -> dict[str, int]:

@@ -14,13 +14,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import DSPARK, EAGLE3, ModelSpec
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS, VERIFY_ROWS
 from faser_backend.manifest import ModelEngine
-from faser_backend.plugins.attention_config import (
-    LEAST_SPLIT,
-    MAX_SPLITS,
-    PROGRAMS_PER_SM,
-    count_parts,
-    launch_config,
-)
+from faser_backend.plugins import attention_config as attention
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 NODES_PER_LAYER = 10  # nodes of a graph; more with biases and split contexts
@@ -127,9 +121,10 @@ def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
-    tile = launch_config(size, spec.head_dim, spec.num_heads // spec.num_kv_heads, VERIFY_ROWS)
-    pairs = min(num_rows * spec.num_heads, tile.block_m * PROGRAMS_PER_SM * MAX_SMS // LEAST_SPLIT)  # with split parts
-    parts = pairs * min(count_parts(spec.max_context), MAX_SPLITS) * (spec.head_dim + 2)
+    tile = attention.launch_config(size, spec.head_dim, spec.num_heads // spec.num_kv_heads, VERIFY_ROWS)
+    most_pairs = tile.block_m * attention.PROGRAMS_PER_SM * MAX_SMS // attention.LEAST_SPLIT
+    num_parts = min(attention.count_parts(spec.max_context), attention.MAX_SPLITS)
+    parts = min(num_rows * spec.num_heads, most_pairs) * num_parts * (spec.head_dim + 2)
     return num_rows * per_row * size + 4 * (parts + MAX_PART_SUMS)
 
 

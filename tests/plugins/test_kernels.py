@@ -211,7 +211,6 @@ def test_launches_that_no_program_can_hold_are_refused(head_dim, group, name):
         (8, 4, 132, 8, 4),
         (8, 40, 16, 1, 40),  # a small partition
         (8, MAX_SPLITS + 1, 132, 1, 1),
-        (8, 4, 15, 1, 1),
     ],
 )
 def test_contexts_are_split_to_fill_the_device(num_kv_heads, num_parts, num_sms, num_tiles, expected):

@@ -38,7 +38,8 @@ def compile_attention(
     signature |= dict.fromkeys(("q_stride", "k_stride", "v_stride"), "i32:16")
     signature |= dict.fromkeys(("num_blocks", "table_stride", "num_sequences", "num_rows", "num_splits"), "i32")
     constants = config.constants(num_kv_heads=8, group=group, head_dim=head_dim, kv_block_size=16)
-    constants |= {"PART_TOKENS": 256, "BLOCK_B": 32 if max_rows < 48 else 512, "IS_CAUSAL": max_rows != DRAFTED_BLOCK}
+    constants |= {"PART_TOKENS": 256, "ALIGNMENT": 16, "IS_CAUSAL": max_rows != DRAFTED_BLOCK}
+    constants["BLOCK_B"] = 32 if max_rows < 48 else 512
     results = {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16"} if is_split else {"out": f"*{dtype}:16"}
     constants |= dict.fromkeys({"out", "mixed_parts", "stat_parts"} - set(results))
     return compile_kernel(

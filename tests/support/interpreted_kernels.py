@@ -102,10 +102,9 @@ def test_attention_of_blocks_whose_rows_see_each_other(monkeypatch, dtype, seed)
         check(call, lambda call: run(call, **options), is_causal=False)
 
 
-BORDERS = itertools.product((0, 1, 7, 8, 15, 16, 17, 64, 65), (1, 3))
-
-
-@pytest.mark.parametrize(("context", "num_splits"), [*BORDERS, (570, 1), (570, 26)])  # parts of three lengths
+@pytest.mark.parametrize(
+    ("context", "num_splits"), [*itertools.product((0, 1, 7, 8, 15, 16, 17, 64, 65), (1, 3)), (570, 1), (570, 26)]
+)
 def test_attention_at_block_and_tile_borders(monkeypatch, context, num_splits):
     monkeypatch.setattr(attention, "launch_config", lambda *_: LaunchConfig(16, 16, 4, 2))
     shape = Shape(rows=(1, 17 if num_splits == 1 else 3), contexts=(context, context), num_kv_heads=1, head_dim=16)
@@ -265,7 +264,6 @@ def changed(name: str, index: int, change, module=attention):
     [
         changed("attend_tokens", 12, lambda last_seen: last_seen + 1),
         changed("attend_tokens", 11, lambda context: context + 1),
-        changed("attend_tokens", 10, lambda end: end - 1),
         changed("attend_tokens", 9, lambda part: part + 1),
         changed("attend_tokens", 4, lambda num_blocks: 1),  # the clamp then leads to block 0 only
         changed("join", 4, lambda part_sum: 2 * part_sum, attention_tiles),
