@@ -73,9 +73,9 @@ def _check_attention(name: str, device: str, rng: np.random.Generator) -> float:
     call = _random_call(name, device, rng)
     expected, other, used = call.with_own_results(), call.with_own_results(), int(call.cu_rows[-1])
     longest, is_causal = max(1, int(call.cu_rows.diff().max())), rng.random() < 0.7
-    for each, max_rows in ((call, longest), (other, 1)):
-        num_splits, num_sms = map(int, rng.integers((1, 2), (6, 133)))
-        pruned_chunk_attention(*each, max_rows=max_rows, num_splits=num_splits, num_sms=num_sms, is_causal=is_causal)
+    for each, max_rows, num_splits in zip((call, other), (longest, 1), rng.permutation((1, 8)), strict=True):
+        options = {"num_splits": int(num_splits), "num_sms": int(rng.integers(2, 133)), "is_causal": is_causal}
+        pruned_chunk_attention(*each, max_rows=max_rows, **options)
     reference.pruned_chunk_attention(*expected, is_causal=is_causal)
     is_left = bool((call.out[used:] == SENTINEL).all()) and torch.equal(call.out, other.out)
     is_left &= _same_bits(call, expected)
