@@ -173,11 +173,9 @@ def _partial_directory(output: Path) -> Iterator[Path]:
     """Makes a folder beside the output; removes it unless it was renamed. Raises CheckpointError if a disk fails."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-        try:
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        prefix, suffix = f".{output.name}.", ".partial"
+        with tempfile.TemporaryDirectory(suffix, prefix, output.parent, ignore_cleanup_errors=True) as partial:
+            yield Path(partial)
     except OSError as error:
         if error.errno is None:  # raised by a progress callback, not by a system call
             raise

@@ -73,6 +73,13 @@ class ConfigFields:
             raise self.error(name, value, "must be true or false")
         return value
 
+    def choice(self, name: str, choices: Collection[str]) -> str:
+        """Returns a text that is one of the choices."""
+        value = self.values.get(name)
+        if not isinstance(value, str) or value not in choices:
+            raise self.error(name, value, f"must be one of {', '.join(choices)}")
+        return value
+
     def must_be(self, name: str, *wanted: Any) -> None:
         """Raises CheckpointError unless the field is absent or has one of the wanted values."""
         value = self.values.get(name)

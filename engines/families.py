@@ -30,9 +30,7 @@ ROPE_FIELDS = {
 
 def read_spec(fields: ConfigFields) -> ModelSpec:
     """Returns dimensions and variants of a model. Raises CheckpointError if it cannot be built."""
-    family = fields.values.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        raise fields.error("model_type", family, f"must be one of {', '.join(sorted(FAMILIES))}")
+    family = fields.choice("model_type", FAMILIES)
     fields.must_be("hidden_act", "silu")
     _refuse_windows(fields)
     spec = ModelSpec(**(_dimensions(fields) | _rotary(fields) | FAMILIES[family](fields)), family=family)

@@ -141,9 +141,7 @@ class GGUFCheckpoint(Checkpoint):
     def read_stored(self, name: str) -> np.ndarray:
         source = self._sources[name]
         rows = self._file.rows(source.tensor, source.expert)
-        if source.num_heads:
-            rows = _in_halves(rows, source.num_heads)
-        return rows
+        return _in_halves(rows, source.num_heads) if source.num_heads else rows
 
     def _from(self, tensor: str) -> Iterator[tuple[str, _Source]]:
         """Yields the names under which a tensor of the file is read, and its sources."""
@@ -189,9 +187,7 @@ def read_config(file: GGUFFile) -> ConfigFields:
     Raises CheckpointError for metadata that has no counterpart there.
     """
     found = ConfigFields(file.metadata, file.path)
-    architecture = file.metadata.get("general.architecture")
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise found.error("general.architecture", architecture, f"must be one of {', '.join(ARCHITECTURES)}")
+    architecture = found.choice("general.architecture", ARCHITECTURES)
     found.must_be("split.count", 0, 1)
     _check_keys(found, architecture)
     keys = {name: f"{architecture}.{key}" for name, key in NAMES.items()}

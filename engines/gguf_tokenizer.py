@@ -103,15 +103,28 @@ def convert_tokenizer(
     path, metadata: the GGUF file and its metadata. Raises CheckpointError naming file, key and value.
     """
     vocabulary = _read_vocabulary(path, metadata)
-    _write_files(vocabulary, max_context, directory)
+    try:
+        tokenizer = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentencepiece(vocabulary)
+        _add_tokens(tokenizer, vocabulary)
+        tokenizer.save(str(directory / TOKENIZER_FILE))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises plain Exception for every cause
+        raise CheckpointError(f"{path}: {PREFIX}.tokens, {PREFIX}.merges: {str(error)!r:.200}") from None
+    fields = {
+        "tokenizer_class": GENERIC_CLASS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": max_context,
+        "chat_template": vocabulary.chat_template,
+    } | _special_names(vocabulary)
+    fields = {name: value for name, value in fields.items() if value is not None}
+    (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     return vocabulary.end_ids
 
 
 def _read_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
     fields = ConfigFields(metadata, path)
-    kind = metadata.get(f"{PREFIX}.model")
-    if kind not in KINDS:
-        raise fields.error(f"{PREFIX}.model", kind, f"must be one of {', '.join(KINDS)}")
+    kind = fields.choice(f"{PREFIX}.model", KINDS)
     fields.must_be(f"{PREFIX}.remove_extra_whitespaces", False)
     texts = _list(fields, f"{PREFIX}.tokens", str)
     if not texts:
@@ -195,25 +208,6 @@ def _by_id(fields: ConfigFields, key: str, kind: type, num_ids: int) -> list[Any
     if found is not None and len(found) != num_ids:
         raise fields.error(f"length of {key}", len(found), f"must be {num_ids}, the length of {PREFIX}.tokens")
     return found
-
-
-def _write_files(vocabulary: GGUFVocabulary, max_context: int | None, directory: Path) -> None:
-    try:
-        tokenizer = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentencepiece(vocabulary)
-        _add_tokens(tokenizer, vocabulary)
-        tokenizer.save(str(directory / TOKENIZER_FILE))
-    except CheckpointError:
-        raise
-    except Exception as error:  # the library raises plain Exception for every cause
-        raise CheckpointError(f"{vocabulary.path}: {PREFIX}.tokens, {PREFIX}.merges: {str(error)!r:.200}") from None
-    fields = {
-        "tokenizer_class": GENERIC_CLASS,
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": max_context,
-        "chat_template": vocabulary.chat_template,
-    } | _special_names(vocabulary)
-    fields = {name: value for name, value in fields.items() if value is not None}
-    (directory / TOKENIZER_CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def _byte_level(vocabulary: GGUFVocabulary) -> Tokenizer:

@@ -67,10 +67,7 @@ class Scheme:
 def read_scheme(config: ConfigFields) -> Scheme:
     """Returns the scheme of a config. Raises CheckpointError naming a field that would make another model."""
     fields = config.section(SECTION)
-    method = fields.values.get("quant_method", "unknown")
-    if not isinstance(method, str) or method not in METHODS:
-        raise fields.error("quant_method", method, f"must be one of {', '.join(METHODS)}")
-    return METHODS[method](fields)
+    return METHODS[fields.choice("quant_method", METHODS)](fields)
 
 
 def _awq(fields: ConfigFields) -> Scheme:

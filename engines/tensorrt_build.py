@@ -16,7 +16,7 @@ import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,30 +39,26 @@ Result = TypeVar("Result")
 MAX_DEPTH = 2  # of reported phases; deeper ones take milliseconds
 
 
+@dataclass(eq=False)
 class TensorRtCompiler:
-    """A compiler of the segments of one engine directory."""
+    """A compiler of the segments of one engine directory.
 
-    def __init__(  # noqa: PLR0917
-        self,
-        runtime: str,
-        dtype: str,
-        options: TensorRtOptions,
-        kv_block_size: int,
-        begin: Callable[[str], None],
-        report: Callable[[str], None],
-    ) -> None:
-        """begin: called before each step of `num_steps`. report: called with TensorRT's progress within a step.
+    Making one raises TensorRtError if TensorRT is not installed or lacks the GPU that it needs, and CheckpointError for
+    options that it does not support.
+    """
 
-        Raises TensorRtError if TensorRT is not installed or lacks the GPU that it needs, and CheckpointError for
-        options that it does not support.
-        """
-        self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[runtime].tensorrt)
+    runtime: str
+    dtype: str
+    options: TensorRtOptions
+    kv_block_size: int
+    begin: Callable[[str], None]  # called before each step of `num_steps`
+    report: Callable[[str], None]  # called with TensorRT's progress within a step
+
+    def __post_init__(self) -> None:
+        self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[self.runtime].tensorrt)
         if self.tensorrt.flavour == "full":
             require_gpu(self.tensorrt.title)
-        self._runtime, self._dtype, self._kv_block_size = runtime, dtype, kv_block_size
-        self._options = options
-        self._begin, self._report = begin, report
-        _check_options(self.tensorrt, options)
+        _check_options(self.tensorrt, self.options)
         if self.tensorrt.has_plugins:
             from faser_backend.plugins.tensorrt_aot import register_aot_plugins
 
@@ -79,7 +75,7 @@ class TensorRtCompiler:
 
         def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
             for first, last in pairwise((0, *cuts)):
-                self._begin(f"{name}: layers {first} to {last}")
+                self.begin(f"{name}: layers {first} to {last}")
                 yield first, last, build_segment(spec, weights, store, first, last, **self._form(spec))
 
         return self._compiled(name, spec, segments, directory)
@@ -90,18 +86,18 @@ class TensorRtCompiler:
         """Compiles a draft head. It gets the target's embedding if it has none."""
 
         def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
-            self._begin("draft: EAGLE-3 head")
+            self.begin("draft: EAGLE-3 head")
             if "embedding" not in weights["draft"]:
-                store.add("embedding", weights["target"]["embedding"], FLOAT_TYPES[self._dtype])
+                store.add("embedding", weights["target"]["embedding"], FLOAT_TYPES[self.dtype])
             graphs = build_head(head, target.spec.hidden_size, weights["draft"], store, **self._form(head.spec))
             yield from ((0, last, graph) for last, graph in enumerate(graphs))
 
         return self._compiled("draft", head.spec, segments, directory)
 
     def _form(self, spec: ModelSpec) -> dict[str, Any]:
-        size = self._kv_block_size
+        size = self.kv_block_size
         geometry = plugin_geometry(spec, size) if self.tensorrt.has_plugins else None
-        return {"kv_block_size": size, "runtime": self._runtime, "dtype": self._dtype, "geometry": geometry}
+        return {"kv_block_size": size, "runtime": self.runtime, "dtype": self.dtype, "geometry": geometry}
 
     def _compiled(
         self,
@@ -123,15 +119,15 @@ class TensorRtCompiler:
     def compile_model(self, model: ModelEngine, onnx_dir: Path, directory: Path) -> ModelEngine:
         """Compiles a model whose ONNX segments are in onnx_dir, as NAME.0.onnx and so on."""
         is_serial = model.spec.reads_target or model.spec.feature_layers  # heads and their targets never run at once
-        splits = ("", *(() if is_serial else self._options.split_streams))  # the whole device first
-        buckets = call_buckets(model.spec, self._kv_block_size, self._options.limits, splits)
+        splits = ("", *(() if is_serial else self.options.split_streams))  # the whole device first
+        buckets = call_buckets(model.spec, self.kv_block_size, self.options.limits, splits)
         segments = []
         for segment in model.segments:
             path = directory / Path(segment.file.name).with_suffix(".engine").name
             used = tuple(narrowed(bucket, segment.inputs) for bucket in buckets)
             layers = f"layers {segment.first_layer} to {segment.last_layer}"
             is_join = segment.first_layer == segment.last_layer
-            self._begin(f"{path.stem}: compile {'the join of hidden states' if is_join else layers}")
+            self.begin(f"{path.stem}: compile {'the join of hidden states' if is_join else layers}")
             self.compile_segment(onnx_dir / segment.file.name, segment, used, path)
             segments.append(replace(segment, file=FileSpec.of(path), buckets=used))
         return ModelEngine(model.spec, None, tuple(segments))
@@ -151,7 +147,7 @@ class TensorRtCompiler:
         is_open = self.tensorrt.has_plugins and hasattr(builder, "build_engine_with_config")
         build = builder.build_engine_with_config if is_open else builder.build_serialized_network
         engine = monitored_build(
-            module, config, lambda phase: self._report(f"{path.stem}: {phase}"), lambda: build(network, config)
+            module, config, lambda phase: self.report(f"{path.stem}: {phase}"), lambda: build(network, config)
         )
         if engine is None:
             raise log.fail(f"{onnx_path.name}: build", "TensorRT returned no engine and logged no error")
@@ -161,7 +157,7 @@ class TensorRtCompiler:
             try:
                 check_no_copies(module, opened, path.name)
             except TensorRtError as error:
-                if not self._options.allows_pool_copies:
+                if not self.options.allows_pool_copies:
                     raise
                 _log.warning("%s", error)
         path.write_bytes(memoryview(engine.serialize() if is_open else engine))
@@ -169,7 +165,7 @@ class TensorRtCompiler:
     def _config(self, builder: Any) -> Any:
         module, config = self.tensorrt.module, builder.create_builder_config()
         config.max_aux_streams = 0  # auxiliary streams would leave the model's share of the device
-        if self._dtype == "fp32":
+        if self.dtype == "fp32":
             config.clear_flag(module.BuilderFlag.TF32)  # TF32 would round float32 operands
         if hasattr(module.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
             config.set_flag(module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # RTX needs it to be captured in CUDA graphs
@@ -178,7 +174,7 @@ class TensorRtCompiler:
             config.set_preview_feature(aliased, True)
         if self.tensorrt.has_plugins:
             config.profiling_verbosity = module.ProfilingVerbosity.DETAILED  # for the tensors that layers read
-        targets = self._options.compute_capabilities
+        targets = self.options.compute_capabilities
         if targets:
             config.num_compute_capabilities = len(targets)
             for index, target in enumerate(targets):
@@ -192,7 +188,7 @@ class TensorRtCompiler:
         for tensor in segment.inputs:
             profile.set_shape(tensor.name, *shapes_of(tensor, bucket))
         if bucket.split:
-            streams = self._options.split_streams[bucket.split]
+            streams = self.options.split_streams[bucket.split]
             profile.profile_stream = streams.draft if segment.file.name.startswith("draft.") else streams.target
         return profile
 

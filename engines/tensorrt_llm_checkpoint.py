@@ -241,9 +241,7 @@ def translated(fields: ConfigFields, *, has_head: bool) -> dict[str, Any]:
 
 
 def _refuse_variants(fields: ConfigFields) -> None:
-    architecture = fields.values["architecture"]
-    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
-        raise fields.error("architecture", architecture, f"must be one of {', '.join(ARCHITECTURES)}")
+    fields.choice("architecture", ARCHITECTURES)
     quantization = fields.section("quantization")
     for name in ("quant_algo", "kv_cache_quant_algo"):
         algorithm = quantization.values.get(name)

@@ -119,7 +119,7 @@ def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str,
     padded = (spec.padded_vocab_size or spec.vocab_size, spec.hidden_size)
     sources = {"embedding": WeightSource((("model.embed_tokens.weight", padded),), num_rows=spec.vocab_size)}
     for layer in range(spec.num_layers):
-        own = _attention_sources(spec) | _feed_forward_sources(spec, joins_experts=joins_experts)
+        own = _attention_sources(spec) | _mlp_sources(spec, joins_experts=joins_experts)
         for name, source in own.items():
             parts = tuple((f"model.layers.{layer}.{part}", shape) for part, shape in source.parts)
             sources[f"layers.{layer}.{name}"] = replace(source, parts=parts)
@@ -147,45 +147,27 @@ def _attention_sources(spec: ModelSpec) -> dict[str, WeightSource]:
     return sources
 
 
-def _feed_forward_sources(spec: ModelSpec, *, joins_experts: bool) -> dict[str, WeightSource]:
-    norm = {"mlp_norm": _vector(("post_attention_layernorm", spec.hidden_size))}
-    if not spec.num_experts:
-        return norm | _mlp_sources(spec)
-    router = {"router": _matrix(spec.hidden_size, ("mlp.gate", spec.num_experts))}
-    return norm | router | (_joined_expert_sources if joins_experts else _expert_sources)(spec)
-
-
-def _mlp_sources(spec: ModelSpec) -> dict[str, WeightSource]:
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    sources = _gated_mlp("", "mlp", hidden, inner)
-    if spec.has_mlp_bias:
-        for name, out in (("gate", inner), ("up", inner), ("down", hidden)):
+def _mlp_sources(spec: ModelSpec, *, joins_experts: bool) -> dict[str, WeightSource]:
+    hidden, inner, experts = spec.hidden_size, spec.intermediate_size, range(spec.num_experts)
+    sources = {"mlp_norm": _vector(("post_attention_layernorm", hidden))}
+    if not experts:
+        sources |= _gated_mlp("", ["mlp"], hidden, inner)
+        for name, out in (("gate", inner), ("up", inner), ("down", hidden)) if spec.has_mlp_bias else ():
             sources[f"{name}_bias"] = _vector((f"mlp.{name}_proj", out), kind="bias")
+        return sources
+    sources["router"] = _matrix(hidden, ("mlp.gate", len(experts)))
+    if joins_experts:
+        return sources | _gated_mlp("experts.", [f"mlp.experts.{expert}" for expert in experts], hidden, inner)
+    for expert in experts:
+        sources |= _gated_mlp(f"experts.{expert}.", [f"mlp.experts.{expert}"], hidden, inner)
     return sources
 
 
-def _expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
-    sources = {}
-    for expert in range(spec.num_experts):
-        sources |= _gated_mlp(f"experts.{expert}.", f"mlp.experts.{expert}", spec.hidden_size, spec.intermediate_size)
-    return sources
-
-
-def _joined_expert_sources(spec: ModelSpec) -> dict[str, WeightSource]:
-    """Returns gate and up [hidden_size, E * intermediate_size], down [E * intermediate_size, hidden_size]."""
-    hidden, inner = spec.hidden_size, spec.intermediate_size
-    modules = [f"mlp.experts.{expert}" for expert in range(spec.num_experts)]
+def _gated_mlp(prefix: str, modules: list[str], hidden: int, inner: int) -> dict[str, WeightSource]:
+    """Returns gate and up [hidden, modules * inner], and down [modules * inner, hidden]."""
     gate, up = (_matrix(hidden, *((f"{module}.{name}_proj", inner) for module in modules)) for name in ("gate", "up"))
     down = _matrix(inner, *((f"{module}.down_proj", hidden) for module in modules))
-    return {"experts.gate": gate, "experts.up": up, "experts.down": replace(down, axis=1)}
-
-
-def _gated_mlp(prefix: str, module: str, hidden: int, inner: int) -> dict[str, WeightSource]:
-    return {
-        f"{prefix}gate": _matrix(hidden, (f"{module}.gate_proj", inner)),
-        f"{prefix}up": _matrix(hidden, (f"{module}.up_proj", inner)),
-        f"{prefix}down": _matrix(inner, (f"{module}.down_proj", hidden)),
-    }
+    return {f"{prefix}gate": gate, f"{prefix}up": up, f"{prefix}down": replace(down, axis=1)}
 
 
 def _matrix(num_inputs: int, *modules: tuple[str, int]) -> WeightSource:

@@ -7,18 +7,13 @@ not have is read from the target's file.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.model import TWO_PARTS
 from faser_backend.cpu.kernels.layouts import stored_bytes
 from faser_backend.cpu.kernels.products import code_of, packed_size, product_kernel
-from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner, blocks_and_offsets, check_blocks
-from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
 JOIN, LAYERS = 0, 1  # segments
@@ -28,26 +23,11 @@ SMALL_PRODUCT = 1 << 23  # multiplications; below, one thread: 5 million took 13
 class _FeatureRunner(LlvmRunner):
     """Reads features: the target's hidden states of a row's position, side by side."""
 
-    def __init__(
-        self,
-        model: ModelEngine,
-        engine_dir: Path,
-        partition: CorePartition,
-        pool: KvPool,
-        target: ModelEngine,
-        *,
-        num_threads: int | None = None,
-        compute: str = TWO_PARTS,
-    ) -> None:
-        options = {"num_threads": num_threads, "compute": compute}
-        super().__init__(model, engine_dir, partition, pool, **options, owner=target)
-        self._multiply = product_kernel(code_of(model.weight_format.name, compute))
+    def _open(self, target: ModelEngine | None, compute: str) -> None:
+        assert target is not None, "a draft that reads its target needs it"
+        self._multiply = product_kernel(code_of(self._formats[0], compute))
         num_features = len(target.spec.feature_layers) * target.spec.hidden_size
         self._most_inputs = max(self._most_inputs, 2 * self.spec.hidden_size, num_features)
-        self._open()
-
-    def _open(self) -> None:
-        """Opens what the draft has beside a decoder."""
 
     def _joined(self, rows: RowBatch) -> np.ndarray:
         """Returns the features of the rows, joined by `fc`: [T, hidden_size]."""
@@ -72,7 +52,8 @@ class _FeatureRunner(LlvmRunner):
 class LlvmHeadRunner(_FeatureRunner):
     """Runs an EAGLE-3 head: a core.ports.HeadRunner."""
 
-    def _open(self) -> None:
+    def _open(self, target: ModelEngine | None, compute: str) -> None:
+        super()._open(target, compute)
         token_ids = self._weights.tensor("token_ids")
         is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut
         self._token_ids, self._known = token_ids[is_known], np.flatnonzero(is_known)
@@ -108,7 +89,8 @@ class LlvmHeadRunner(_FeatureRunner):
 class LlvmBlockRunner(_FeatureRunner):
     """Runs a block drafter: a core.ports.BlockRunner."""
 
-    def _open(self) -> None:
+    def _open(self, target: ModelEngine | None, compute: str) -> None:
+        super()._open(target, compute)
         self.block_size, self.mask_id = self.spec.block_size, self.spec.mask_id
         rows = self._embedding_file.tensor("embedding")
         if rows.size < stored_bytes(self.spec.hidden_size, self.mask_id + 1, self._formats[1]):

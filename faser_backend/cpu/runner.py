@@ -104,15 +104,14 @@ class LlvmRunner:
         engine_dir: Path,
         partition: CorePartition,
         pool: KvPool,
+        owner: ModelEngine | None = None,
         *,
         num_threads: int | None = None,
         compute: str = TWO_PARTS,
-        owner: ModelEngine | None = None,
     ) -> None:
-        """num_threads: limits the cores used. compute: one of COMPUTES.
+        """owner: the target, which provides the embedding and the head that a draft does not have.
 
-        owner: provides the embedding and the head that the model does not have.
-
+        num_threads: limits the cores used. compute: one of COMPUTES.
         Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read.
         """
         if num_threads is not None and num_threads < 1:
@@ -156,6 +155,10 @@ class LlvmRunner:
         self._own = [Workspace() for _ in range(self.num_threads)]
         self._helpers = [Helper() for _ in range(self.num_threads - 1)]
         self._barrier = barrier_state()
+        self._open(owner, compute)
+
+    def _open(self, target: ModelEngine | None, compute: str) -> None:
+        """Opens what a draft that reads its target has beside a decoder."""
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """See core.ports.ModelRunner. The segment's next call overwrites the result."""

@@ -80,12 +80,11 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
         from faser_backend.cpu.draft_runners import LlvmBlockRunner, LlvmHeadRunner
         from faser_backend.cpu.runner import LlvmRunner
 
-        arguments = (model, self._engine_dir, share, pool)
+        kind, owner = LlvmRunner, None
         if model.spec.reads_target:
-            target = self._models.target
-            kind = LlvmBlockRunner if model.spec.block_size else LlvmHeadRunner
-            return kind(*arguments, target, num_threads=self._num_threads, compute=self._compute)
-        return LlvmRunner(*arguments, num_threads=self._num_threads, compute=self._compute)
+            kind, owner = LlvmBlockRunner if model.spec.block_size else LlvmHeadRunner, self._models.target
+        options = {"num_threads": self._num_threads, "compute": self._compute}
+        return kind(model, self._engine_dir, share, pool, owner, **options)
 
     def open_lanes(self, draft: CorePartition, target: CorePartition) -> ThreadLanes:
         return ThreadLanes(draft, target)

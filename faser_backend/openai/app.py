@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -160,25 +160,21 @@ class _Endpoints:
         return model
 
 
+@dataclass(eq=False)
 class GeneratedResponse:
     """An ASGI response that generates while it is sent. A client that disconnects ends its request in the engine."""
 
-    def __init__(
-        self,
-        client: EngineClient,
-        wanted: Sequence[Generation],
-        make_reply: Callable[[], ApiReply],
-        *,
-        is_streamed: bool,
-    ) -> None:
-        self._client, self._wanted, self._make_reply, self._is_streamed = client, wanted, make_reply, is_streamed
+    client: EngineClient
+    wanted: Sequence[Generation]
+    make_reply: Callable[[], ApiReply]
+    is_streamed: bool
 
     @cached_property
     def _reply(self) -> ApiReply:  # made with the first output
-        return self._make_reply()
+        return self.make_reply()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        send_reply = self._stream if self._is_streamed else self._send_whole
+        send_reply = self._stream if self.is_streamed else self._send_whole
         await _while_connected(receive, send_reply(scope, receive, send))
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -222,7 +218,7 @@ class GeneratedResponse:
 
         async def run(index: int, wanted: Generation) -> None:
             try:
-                async with aclosing(self._client.generate(wanted, trace)) as outputs:
+                async with aclosing(self.client.generate(wanted, trace)) as outputs:
                     async for output in outputs:
                         events = self._reply.add(index, output)
                         if events is not None:
@@ -235,7 +231,7 @@ class GeneratedResponse:
             except Exception as error:
                 await queue.put(error)
 
-        tasks = [asyncio.create_task(run(index, wanted)) for index, wanted in enumerate(self._wanted)]
+        tasks = [asyncio.create_task(run(index, wanted)) for index, wanted in enumerate(self.wanted)]
         try:
             num_open = len(tasks)
             while num_open:

@@ -6,6 +6,8 @@ prefix): the first call of a round feeds every token that the draft has not seen
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from faser_backend.core.batch import RowBatch, SamplingRows
@@ -20,6 +22,7 @@ from faser_backend.pipeline.trim import chances, continues
 from faser_backend.policy.speculation import MAX_DRAFT_LAG
 
 
+@dataclass(eq=False)
 class ModelProposer(Proposer):
     """Drafts with the draft model of a partition (pipeline/propose.py).
 
@@ -30,18 +33,10 @@ class ModelProposer(Proposer):
     main_source = "model"
     max_lag = MAX_DRAFT_LAG
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        times: PhaseTimes,
-        block_tables: np.ndarray,  # [max_num_seqs, max_blocks], by slot
-        *,
-        keeps_probs: bool,
-    ) -> None:
-        self._sampler = sampler
-        self.times = times
-        self._block_tables = block_tables
-        self._keeps_probs = keeps_probs
+    sampler: Sampler
+    times: PhaseTimes
+    block_tables: np.ndarray  # [max_num_seqs, max_blocks], by slot
+    keeps_probs: bool
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
         """Drafts with one model call per position, or with the partition's draft loop if it can pick the tokens.
@@ -49,9 +44,9 @@ class ModelProposer(Proposer):
         runner, loop = partition.draft, partition.draft_loop
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
-        chain = Chain(batch, proposal, runner.vocab_size if self._keeps_probs else 0)
+        chain = Chain(batch, proposal, runner.vocab_size if self.keeps_probs else 0)
         active = np.flatnonzero(proposal.num_draft_tokens)
-        if loop is None or self._keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
+        if loop is None or self.keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
             self._draft_in_steps(runner, chain, active, proposal.num_candidates)
         else:
             self._draft_at_once(loop, chain, active, proposal)
@@ -96,7 +91,7 @@ class ModelProposer(Proposer):
         if not behind:
             return
         lagging = [sequence for sequence, _ in behind]
-        tables = self._block_tables[[sequence.slot for sequence in lagging]]
+        tables = self.block_tables[[sequence.slot for sequence in lagging]]
         starts = [sequence.draft_len for sequence in lagging]
         rows = token_range_rows(lagging, starts, [stop for _, stop in behind], tables, with_logits=False)
         self.times.lap("prefill_rows")
@@ -130,11 +125,11 @@ class ModelProposer(Proposer):
     ) -> tuple[DraftTokens, np.ndarray | None]:
         """Draws a token for each active sequence; under rejection sampling also returns its distribution [A, V]."""
         rows = chain.sampling_rows(active)
-        if not self._keeps_probs:
-            return self._sampler.sample_draft(logits, rows, num_candidates), None
-        probs = self._sampler.probabilities(logits, rows)
+        if not self.keeps_probs:
+            return self.sampler.sample_draft(logits, rows, num_candidates), None
+        probs = self.sampler.probabilities(logits, rows)
         probs[~probs.any(axis=1)] = 1 / probs.shape[1]  # unusable logits: any distribution keeps the target's
-        uniforms = self._sampler.uniforms(rows, PURPOSE_DRAFT, chain.batch.draft_rounds[active])
+        uniforms = self.sampler.uniforms(rows, PURPOSE_DRAFT, chain.batch.draft_rounds[active])
         return rank_drawn(probs, draw(probs, uniforms), num_candidates), probs
 
 

@@ -12,7 +12,7 @@ against each position's distribution, behind the tokens drawn before it.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -28,16 +28,15 @@ from faser_backend.core.ports import (
     HeadRunner,
     ModelRunner,
     Partition,
-    Sampler,
 )
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, verify_sampling_rows
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
 
 
+@dataclass(eq=False)
 class HeadProposer(ModelProposer):
     """Drafts with the head of a partition, in turn with its target: it cannot go on behind tokens that the target
     has not seen. A sequence of one token gets no draft, for there is no row yet."""
@@ -45,9 +44,7 @@ class HeadProposer(ModelProposer):
     max_lag = MAX_ADAPTIVE_TOKENS + MAX_DRAFT_LAG  # rows of accepted tokens are read again in any case
     fewest_tokens = 2  # of a sequence: the first token has no row yet
 
-    def __init__(self, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray, *, keeps_probs: bool) -> None:
-        super().__init__(sampler, times, block_tables, keeps_probs=keeps_probs)
-        self._num_read: dict[Sequence, int] = {}  # rows beside the target's hidden states
+    _num_read: dict[Sequence, int] = field(default_factory=dict, init=False)  # rows beside the target's hidden states
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         """Reads the rows of each chunk whose next token is known, without logits."""
@@ -57,7 +54,7 @@ class HeadProposer(ModelProposer):
         behind = [(sequence, stop) for sequence, stop in behind if self._rows_of(sequence) < stop]
         if behind:
             sequences = [sequence for sequence, _ in behind]
-            tables = self._block_tables[[sequence.slot for sequence in sequences]]
+            tables = self.block_tables[[sequence.slot for sequence in sequences]]
             rows = self._unread(sequences, [stop for _, stop in behind], tables, with_logits=False)
             self.times.lap("prefill_rows")
             assert partition.draft is not None, "drafting needs a draft head"
@@ -145,10 +142,10 @@ class BlockProposer(HeadProposer):
         self.times.lap("draft_model")
         firsts = np.cumsum(lengths) - lengths  # of each sequence's logits
         drawn, last = None, rows.token_ids[rows.cu_rows[:-1]]
-        if not (self._keeps_probs or drafter.has_bias or self._sampler.has_rules(batch.slots[active])):
+        if not (self.keeps_probs or drafter.has_bias or self.sampler.has_rules(batch.slots[active])):
             counts = np.bincount(active + 1, lengths, len(batch) + 1).astype(np.int64)
             draws = verify_sampling_rows(batch, Frontier.empty(len(batch)), np.cumsum(counts))
-            drawn = self._sampler.sample_draft(logits, draws, num_candidates)
+            drawn = self.sampler.sample_draft(logits, draws, num_candidates)
         for step in range(int(lengths.max())):
             goes_on = np.flatnonzero(lengths > step)
             index, probs = firsts[goes_on] + step, None

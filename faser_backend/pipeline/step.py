@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -61,26 +61,21 @@ class StepPhases(NamedTuple):
     verifying: Span = Span()
 
 
+@dataclass(eq=False)
 class StepRunner:
     """Runs plans on the partitions of a device. Not thread-safe: one step at a time."""
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        partitions: Mapping[str, Partition],  # by name; WHOLE is one of them
-        sampler: Sampler,
-        clock: Clock,
-        proposer: Proposer | None,  # None: every step decodes plainly
-    ) -> None:
-        self.scheduler = scheduler
-        self.partitions = partitions
-        self.sampler = sampler
-        self.clock = clock
-        self.times = PhaseTimes(clock)  # on the step thread and the target's lane
-        self.proposer = proposer
-        self.draft_times = PhaseTimes(clock) if proposer is None else proposer.times
-        self.prefiller = Prefiller(scheduler.blocks, sampler, clock, self.times, proposer)
-        self.verifier = Verifier(sampler, self.times)
+    scheduler: Scheduler
+    partitions: Mapping[str, Partition]  # by name; WHOLE is one of them
+    sampler: Sampler
+    clock: Clock
+    proposer: Proposer | None  # None: every step decodes plainly
+
+    def __post_init__(self) -> None:
+        self.times = PhaseTimes(self.clock)  # on the step thread and the target's lane
+        self.draft_times = PhaseTimes(self.clock) if self.proposer is None else self.proposer.times
+        self.prefiller = Prefiller(self.scheduler.blocks, self.sampler, self.clock, self.times, self.proposer)
+        self.verifier = Verifier(self.sampler, self.times)
         self.observers: list[Callable[[StepRecord], None]] = [self._teach]
 
     @property

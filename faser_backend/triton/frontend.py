@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from queue import Empty
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife, about, report_ended
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest, is_stop_request, num_text_bytes, parse_requests
+from faser_backend.triton.launch_folder import Heartbeat
 from faser_backend.triton.link import EngineLink, Handshake
 from faser_backend.triton.tensor_io import NamedArray, Reply, merge
 from faser_backend.triton.tensors import Tensors
@@ -98,7 +100,7 @@ class Frontend:
 
     on_answered: called on the sender thread with every request that was answered without an error.
     listeners: called with every request that has ended, refused ones too, on any of the frontend's threads.
-    beat: called by the sender in every iteration, and every second without outputs.
+    launch_folder: of `faser serve`, which watches the sender.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Frontend:
         contract: InflightBatcherContract | None = None,
         on_answered: Listener = lambda life: None,
         listeners: Sequence[Listener] = (),
-        beat: Callable[[], None] = lambda: None,
+        launch_folder: Path = Path(),
     ) -> None:
         self._contract = contract or InflightBatcherContract()
         self._link = link
@@ -118,7 +120,7 @@ class Frontend:
         self._is_decoupled = is_decoupled
         self._on_answered = on_answered
         self._listeners = listeners
-        self._beat = beat
+        self._heartbeat = Heartbeat(launch_folder)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._live: dict[str, _Exchange] = {}  # by the engine's request id
@@ -181,6 +183,7 @@ class Frontend:
         self._link.close()
         self._threads[1].join(5.0)
         self._fail_all(SHUTTING_DOWN)
+        self._heartbeat.close()
 
     def _stop(self, client_id: str, responder: Responder) -> None:
         if not self._handshake.takes_stop_requests:
@@ -236,7 +239,7 @@ class Frontend:
 
     def _wait_for_outputs(self) -> list[EngineOutput] | None:
         while True:
-            self._beat()
+            self._heartbeat.beat()
             with contextlib.suppress(Empty):
                 return self._link.outputs.get(timeout=BEAT_S)
 

@@ -126,10 +126,9 @@ class ConfiguredModel:
             )
         return parameters
 
-    def _read(self, request: Any, parameters: dict[str, Any] | None = None) -> dict[str, np.ndarray]:
+    def _read(self, request: Any, parameters: dict[str, Any]) -> dict[str, np.ndarray]:
         """Returns a request's tensors. Raises RequestError for an input that this model does not declare."""
-        given = parameters_of(request) if parameters is None else parameters
-        refuse_undeclared(list(given), self._name)
+        refuse_undeclared(list(parameters), self._name)
         return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
@@ -196,14 +195,13 @@ class TextModel(ServingModel):
             self._follower.join(ENGINE_TIMEOUT_S)
             self._frontend.drain()
             self._frontend.close()
-            self._beat.close()
         self._counters.close()
         self._close_tracing()
 
     def _follow_engine(self) -> None:
         # Not in `initialize`: Triton may load models one by one, and `tensorrt_llm` last.
         try:
-            self._frontend, self._beat = self._connect()
+            self._frontend = self._connect()
         except (FaserError, OSError, EOFError) as error:
             self._failure = str(error)
         self._is_ready.set()
@@ -213,33 +211,30 @@ class TextModel(ServingModel):
 
     def _reconnect(self) -> None:
         try:
-            fresh, beat = self._connect()
+            fresh = self._connect()
         except (FaserError, OSError, EOFError) as error:
             _log.warning("a new engine cannot be reached yet: %s", error)
             return
         with self._serving:
             if self._failure is not None:  # the first engine, late
-                self._frontend, self._beat, self._failure = fresh, beat, None
+                self._frontend, self._failure = fresh, None
                 return
-            old, self._frontend, old_beat, self._beat = self._frontend, fresh, self._beat, beat
+            old, self._frontend = self._frontend, fresh
         old.drain()
         old.close()
-        old_beat.close()
 
-    def _connect(self) -> tuple[Frontend, Heartbeat]:
+    def _connect(self) -> Frontend:
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
         self._socket_id = link.socket_id
-        beat = Heartbeat(self._launch_folder)
-        frontend = Frontend(
+        return Frontend(
             link,
             link.handshake,
             is_decoupled=self._is_decoupled,
             contract=self._contract,
             on_answered=self._counters.count,
             listeners=self._open_listeners(),
-            beat=beat.beat,
+            launch_folder=self._launch_folder,
         )
-        return frontend, beat
 
 
 class EngineModel(ServingModel):
@@ -253,7 +248,7 @@ class EngineModel(ServingModel):
 
         parameters = self._configure(args)
         folder = launch_folder(args)
-        self._beats = Heartbeat(folder), Heartbeat(folder)  # of the engine's loop and of the frontend
+        self._beat = Heartbeat(folder)  # of the engine's loop
         self._reporter = MetricReporter(pb_utils, args["model_name"], args["model_version"])
         try:
             options = ServingOptions.from_parameters(parameters)
@@ -264,7 +259,7 @@ class EngineModel(ServingModel):
                     self._reporter,
                     # A live process without an engine would look healthy to its supervisor.
                     on_stopped=lambda: threading.Timer(ANSWER_S, os._exit, (1,)).start(),
-                    beat=self._beats[0].beat,
+                    beat=self._beat.beat,
                 )
                 log.info("starting the text models")
             listeners = self._open_listeners()
@@ -278,7 +273,7 @@ class EngineModel(ServingModel):
             is_decoupled=self._is_decoupled,
             contract=self.contract,
             listeners=listeners,
-            beat=self._beats[1].beat,
+            launch_folder=folder,
         )
         self._server = LinkServer(self._host.loop, handshake, socket_path(os.getppid()))
         threading.Thread(target=drain_when_asked, args=(folder, self._drain), name="drain", daemon=True).start()
@@ -307,8 +302,7 @@ class EngineModel(ServingModel):
         self._server.close()
         self._frontend.close()
         self._host.close()
-        for beat in self._beats:
-            beat.close()
+        self._beat.close()
         self._reporter.close()
         self._close_tracing()
         self._is_retired = True
@@ -342,7 +336,7 @@ class _Converter(ConfiguredModel):
             try:
                 if self._model is None or socket_id(self._socket) not in ((), self._socket_id):
                     self._model = self._connect()
-                tensors = self._read(request)
+                tensors = self._read(request, parameters_of(request))
                 self._long_texts.run(tensors, partial(self._answer, tensors, self._model, responder))
             except FaserError as error:
                 responder.fail(error.failure)
