@@ -39,6 +39,8 @@ from faser_backend.plugins.tensorrt_contract import (
 class AttentionBody(ABC):
     """The attention of all layers of one segment, with its inputs and outputs."""
 
+    outputs: tuple[str, tuple[int | str, ...]]  # name and shape of a layer's new keys, and of its values
+
     def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int, geometry: Geometry | None) -> None:
         """geometry: of the plugins, if the runtime has them."""
         self.graph = graph
@@ -49,7 +51,7 @@ class AttentionBody(ABC):
 
     @abstractmethod
     def _declare_inputs(self) -> None:
-        """Declares the inputs that all layers share."""
+        """Sets `outputs`, and declares the inputs that all layers share."""
 
     @abstractmethod
     def attend(self, layer: int, q: str, k: str, v: str, *, only_logit_rows: bool) -> str:
@@ -58,9 +60,12 @@ class AttentionBody(ABC):
         only_logit_rows: the result has only the rows of the input `logit_rows`, [R, num_heads * head_dim].
         """
 
-    @abstractmethod
     def declare_outputs(self, first_layer: int, last_layer: int) -> None:
         """Declares the outputs for the layers' new keys and values."""
+        name, shape = self.outputs
+        for layer in range(first_layer, last_layer):
+            self.graph.output(f"k_{name}.{layer}", shape, self.graph.dtype)
+            self.graph.output(f"v_{name}.{layer}", shape, self.graph.dtype)
 
     def _pools(self, layer: int) -> list[str]:
         return [self.graph.input(f"{name}_pool.{layer}", self.pool_shape, self.graph.dtype) for name in ("k", "v")]
@@ -70,7 +75,7 @@ class GatheredAttention(AttentionBody):
     """Attention for TensorRT-RTX: masked, over the pool's blocks joined with this call's keys, in standard ops."""
 
     def _declare_inputs(self) -> None:
-        g = self.graph
+        g, self.outputs = self.graph, ("new", ("T", self.spec.num_kv_heads, self.spec.head_dim))
         g.input("pad_idx", ("B", "Q"))
         g.input("unpad_idx", ("T",))
         g.input("block_table", ("B", "MB"))
@@ -120,18 +125,12 @@ class GatheredAttention(AttentionBody):
         """[T, heads, head_dim] -> [B, heads, Q, head_dim]"""
         return self.graph.op("Transpose", self.graph.op("Gather", x, "pad_idx"), perm=[0, 2, 1, 3])
 
-    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
-        g, spec = self.graph, self.spec
-        for layer in range(first_layer, last_layer):
-            for name in ("k", "v"):
-                g.output(f"{name}_new.{layer}", ("T", spec.num_kv_heads, spec.head_dim), g.dtype)
-
 
 class PluginAttention(AttentionBody):
     """Attention for full TensorRT: two plugins, because TensorRT launches one kernel per plugin."""
 
     def _declare_inputs(self) -> None:
-        g = self.graph
+        g, self.outputs = self.graph, ("pool_out", self.pool_shape)
         g.input("slot_mapping", ("T",), "int32")
         g.input("cu_rows", ("B + 1",), "int32")
         g.input("context_lens", ("B",), "int32")
@@ -153,11 +152,6 @@ class PluginAttention(AttentionBody):
         mixed = g.op(COMBINE_OP, *(values[name] for name in COMBINE_INPUTS), domain=NAMESPACE, **plugin)  # [T, H, hd]
         mixed = g.op("Reshape", mixed, g.ints(0, spec.num_heads * spec.head_dim))
         return g.op("Gather", mixed, "logit_rows") if only_logit_rows else mixed
-
-    def declare_outputs(self, first_layer: int, last_layer: int) -> None:
-        for layer in range(first_layer, last_layer):
-            for name in ("k", "v"):
-                self.graph.output(f"{name}_pool_out.{layer}", self.pool_shape, self.graph.dtype)
 
 
 BODIES: dict[str, type[AttentionBody]] = {"tensorrt_rtx": GatheredAttention, "tensorrt": PluginAttention}

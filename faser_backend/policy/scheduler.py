@@ -7,6 +7,7 @@ turns it into a `StepPlan`: decodes first, then admissions, then as many prompt 
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 
 from faser_backend.core.decision import Decision, PipelineMode
@@ -20,35 +21,29 @@ FIRST_ROWS = 64  # of prompts beside decodes, before their time is known
 PREFILL_HORIZON_STEPS = 32  # that policies plan for a growing batch; an answer of 100 tokens takes 25 to 100 steps
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Running sequences stay in order of admission; the newest is preempted first.
 
     No deadlock: the pools hold at least one sequence of full length, so the oldest always runs.
+    max_draft_lag: tokens that the draft may read when it drafts; a sequence that lags more catches up first.
     """
 
-    def __init__(
-        self,
-        blocks: BlockManager,
-        policy: SpeculationPolicy,
-        *,
-        max_num_seqs: int,
-        max_prefill_tokens: int,
-        max_gap_ms: float = 0.0,  # 0: no limit
-        never_evicts: bool,
-        max_draft_lag: int = MAX_DRAFT_LAG,
-    ) -> None:
-        """max_draft_lag: tokens that the draft may read when it drafts; a sequence that lags more catches up first."""
-        self.blocks = blocks
-        self.policy = policy
-        self.max_num_seqs = max_num_seqs
-        self.max_prefill_tokens = max_prefill_tokens
-        self.max_gap_ms, self._prompt_rows = max_gap_ms, float(min(FIRST_ROWS, max_prefill_tokens))
-        self.never_evicts = never_evicts
-        self.max_draft_lag = max_draft_lag
+    blocks: BlockManager
+    policy: SpeculationPolicy
+    _: KW_ONLY
+    max_num_seqs: int
+    max_prefill_tokens: int
+    max_gap_ms: float = 0.0  # 0: no limit
+    never_evicts: bool
+    max_draft_lag: int = MAX_DRAFT_LAG
+
+    def __post_init__(self) -> None:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self._prompt_rows = float(min(FIRST_ROWS, self.max_prefill_tokens))
         self._prefills_draft = False  # as last decided; until then the draft may turn out to rest
-        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
@@ -67,37 +67,28 @@ class _Route:
     is_compiling: bool = False  # its grammar is being compiled; the engine has not got the request yet
 
 
+@dataclass(eq=False)
 class EngineLoop:
     """A loop that runs steps until `close`. Request ids must be unique among all subscribers.
 
+    Making one returns when the engine is prepared, on the step's thread; an error closes the engine and is raised.
+
     `on_metrics` and `on_finished` (last output, number of output tokens) are called on the step's thread, for requests
     that never started on others, and must not block. `on_stopped` is called on the step's thread after an error has
-    broken the engine and failed its requests.
+    broken the engine and failed its requests. `beat` is called before every step, and several times a second without
+    work.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        *,
-        on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None,
-        metrics_period_s: float = 0.25,
-        on_finished: Callable[[EngineOutput, int], None] = lambda output, num_output_tokens: None,
-        on_stopped: Callable[[], None] = lambda: None,
-        guides: GuideCompiler | None = None,
-        beat: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Returns when the engine is prepared, on the step's thread; an error closes the engine and is raised here.
+    engine: Engine
+    _: KW_ONLY
+    on_metrics: Callable[[EngineMetrics], None] = lambda metrics: None
+    metrics_period_s: float = 0.25
+    on_finished: Callable[[EngineOutput, int], None] = lambda output, num_output_tokens: None
+    on_stopped: Callable[[], None] = lambda: None
+    guides: GuideCompiler | None = None  # compiles grammars; None refuses requests with a guide
+    beat: Callable[[], None] = lambda: None
 
-        guides: compiles grammars; None refuses requests with a guide. beat: called before every step, and several
-        times a second without work.
-        """
-        self.engine = engine
-        self._guides = guides
-        self._on_metrics = on_metrics
-        self._on_finished = on_finished
-        self._on_stopped = on_stopped
-        self._beat = beat
-        self._metrics_period_s = metrics_period_s
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._routes: dict[str, _Route] = {}  # by request id
         self._failure: str | None = None
@@ -122,12 +113,12 @@ class EngineLoop:
                 raise UnavailableError(self._failure or SHUTTING_DOWN)
             if request.request_id in self._routes:
                 raise FaserError(f"request id {request.request_id} is already in use")
-            is_compiling = request.guide is not None and self._guides is not None
+            is_compiling = request.guide is not None and self.guides is not None
             # The route must exist before a step can answer.
             self._routes[request.request_id] = _Route(subscriber, client_id, is_compiling=is_compiling)
         try:
-            if request.guide is not None and self._guides is not None:
-                self._guides.compile_later(request.guide, lambda result: self._submit_guided(request, result))
+            if request.guide is not None and self.guides is not None:
+                self.guides.compile_later(request.guide, lambda result: self._submit_guided(request, result))
             else:
                 self.engine.submit(request)
         except BaseException:
@@ -176,7 +167,7 @@ class EngineLoop:
 
     def _note_unstarted(self, last: EngineOutput) -> None:
         last.stats = RequestStats()
-        _notify(self._on_finished, last, 0)
+        _notify(self.on_finished, last, 0)
 
     def refuse(self) -> None:
         self._is_refusing = True
@@ -192,8 +183,8 @@ class EngineLoop:
             self._is_closing = True
         self._thread.join(timeout_s)
         self._fail_all(SHUTTING_DOWN)
-        if self._guides is not None:
-            self._guides.close()
+        if self.guides is not None:
+            self.guides.close()
         if not self._thread.is_alive():
             self.engine.close()
 
@@ -206,7 +197,7 @@ class EngineLoop:
         self._prepared.set_result(None)
         next_metrics_s = 0.0
         while not self._is_closing:
-            self._beat()
+            self.beat()
             try:
                 outputs = self.engine.step() if self.engine.wait_for_work(IDLE_WAIT_S) else []
             except Exception as error:
@@ -215,7 +206,7 @@ class EngineLoop:
                 run_behind(self.engine.behind)
                 self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                 self._fail_all(self._failure)
-                self._on_stopped()
+                self.on_stopped()
                 return
             run_behind(self.engine.behind)  # if the step did not wait for the device
             if outputs and self.engine.behind is not None and self.engine.has_work:
@@ -225,8 +216,8 @@ class EngineLoop:
                 self._dispatch(outputs)
             now_s = time.monotonic()
             if now_s >= next_metrics_s:
-                next_metrics_s = now_s + self._metrics_period_s
-                _notify(self._on_metrics, replace(self.engine.metrics()))
+                next_metrics_s = now_s + self.metrics_period_s
+                _notify(self.on_metrics, replace(self.engine.metrics()))
         run_behind(self.engine.behind)
 
     def _dispatch(self, outputs: list[EngineOutput]) -> None:
@@ -240,7 +231,7 @@ class EngineLoop:
                 route.num_output_tokens += len(output.token_ids)
                 if output.is_final:
                     del self._routes[output.request_id]
-                    _notify(self._on_finished, output, route.num_output_tokens)
+                    _notify(self.on_finished, output, route.num_output_tokens)
         for subscriber, batch in batches.items():
             _notify(subscriber.deliver, batch)
 

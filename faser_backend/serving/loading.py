@@ -22,15 +22,6 @@ DETAIL_S = 10.0  # between two lines on one phase
 log = logging.getLogger("faser.loading")
 
 
-class _Calls(logging.Handler):
-    def __init__(self, call: Callable[[str], None], level: int) -> None:
-        super().__init__(level)
-        self.call = call
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.call(record.getMessage())
-
-
 class PhaseDisplay:
     """Prints a line per phase: on a terminal with its duration, elsewhere with its start time."""
 
@@ -78,7 +69,8 @@ def size_text(num_bytes: int) -> str:
 @contextmanager
 def reporting_to(call: Callable[[str], None], lowest: int = logging.INFO) -> Iterator[None]:
     """Passes this process's phases and warnings about loading to `call` too. lowest: the lowest level passed on."""
-    handler, level = _Calls(call, lowest), log.level
+    handler, level = logging.Handler(lowest), log.level
+    handler.emit = lambda record: call(record.getMessage())
     log.addHandler(handler)
     log.setLevel(logging.INFO)
     try:

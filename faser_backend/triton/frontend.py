@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from queue import Empty
 from typing import Any, Protocol
@@ -95,38 +95,27 @@ class _Exchange:
     is_failed: bool = False
 
 
+@dataclass(eq=False)
 class Frontend:
-    """A frontend that serves the requests of one model until `close`. Thread-safe.
+    """A frontend that serves the requests of one model until `close`. Thread-safe."""
 
-    on_answered: called on the sender thread with every request that was answered without an error.
-    listeners: called with every request that has ended, refused ones too, on any of the frontend's threads.
-    launch_folder: of `faser serve`, which watches the sender.
-    """
+    link: EngineLink
+    handshake: Handshake
+    _: KW_ONLY
+    is_decoupled: bool
+    contract: InflightBatcherContract = field(default_factory=InflightBatcherContract)
+    on_answered: Listener = lambda life: None  # called on the sender thread with requests answered without an error
+    listeners: Sequence[Listener] = ()  # called with every request that has ended, refused ones too, on any thread
+    launch_folder: Path = Path()  # of `faser serve`, which watches the sender
 
-    def __init__(
-        self,
-        link: EngineLink,
-        handshake: Handshake,
-        *,
-        is_decoupled: bool,
-        contract: InflightBatcherContract | None = None,
-        on_answered: Listener = lambda life: None,
-        listeners: Sequence[Listener] = (),
-        launch_folder: Path = Path(),
-    ) -> None:
-        self._contract = contract or InflightBatcherContract()
-        self._link = link
-        self._handshake = handshake
-        self._is_decoupled = is_decoupled
-        self._on_answered = on_answered
-        self._listeners = listeners
-        self._heartbeat = Heartbeat(launch_folder)
+    def __post_init__(self) -> None:
+        self._heartbeat = Heartbeat(self.launch_folder)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._live: dict[str, _Exchange] = {}  # by the engine's request id
         self._stopping: set[str] = set()  # sequences whose text a stop string has ended
         self._closing = threading.Event()
-        self._long_texts = LongTexts(handshake.max_queue_size)
+        self._long_texts = LongTexts(self.handshake.max_queue_size)
         self._threads = [
             threading.Thread(target=self._run_sender, name="sender", daemon=True),
             threading.Thread(target=self._run_canceller, name="canceller", daemon=True),
@@ -142,7 +131,7 @@ class Frontend:
         parameters: the request's parameters in Triton, for its life's record.
         """
         request_id = f"{os.getpid()}-{next(self._numbers)}"
-        life = RequestLife(request_id, time.perf_counter_ns(), client_id, self._handshake.model.name, parameters or {})
+        life = RequestLife(request_id, time.perf_counter_ns(), client_id, self.handshake.model.name, parameters or {})
         try:
             self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
         except FaserError as error:
@@ -154,16 +143,16 @@ class Frontend:
             if is_stop_request(tensors):
                 self._stop(life.client_id, responder)
                 return
-            parsed = self._contract.parse(tensors, life.request_id, self._handshake, is_decoupled=self._is_decoupled)
+            parsed = self.contract.parse(tensors, life.request_id, self.handshake, is_decoupled=self.is_decoupled)
             life.parsed_ns, life.num_prompts = time.perf_counter_ns(), parsed[0].batch_size
             by_id = {one.request.request_id: one for one in parsed}
             exchange = _Exchange(responder, by_id, life, set(by_id))
-            if self._listeners:
+            if self.listeners:
                 life.sequences = {request_id: SequenceLife.of(one.request) for request_id, one in by_id.items()}
             with self._lock:
                 self._live.update(dict.fromkeys(by_id, exchange))
             for one in parsed:
-                self._link.submit(one.request, life.client_id)
+                self.link.submit(one.request, life.client_id)
             life.submitted_ns = time.perf_counter_ns()
             if exchange.is_failed:  # a first sequence was refused before the others were submitted
                 self._cancel(list(by_id))
@@ -180,19 +169,19 @@ class Frontend:
         """Ends the threads and fails the requests that still run."""
         self._closing.set()
         self._long_texts.close()
-        self._link.close()
+        self.link.close()
         self._threads[1].join(5.0)
         self._fail_all(SHUTTING_DOWN)
         self._heartbeat.close()
 
     def _stop(self, client_id: str, responder: Responder) -> None:
-        if not self._handshake.takes_stop_requests:
+        if not self.handshake.takes_stop_requests:
             limit = "--stop-requests is off, as they can end other clients' requests; cancel the call instead"
             raise RequestError("stop", True, limit)
         if not client_id:
-            raise RequestError("stop", True, self._contract.missing_stop_id)
-        self._link.stop_client(client_id)
-        self._contract.acknowledge_stop(responder)
+            raise RequestError("stop", True, self.contract.missing_stop_id)
+        self.link.stop_client(client_id)
+        self.contract.acknowledge_stop(responder)
 
     def _refuse(self, exchange: _Exchange | None, life: RequestLife, responder: Responder, error: Exception) -> None:
         if isinstance(error, FaserError):
@@ -210,7 +199,7 @@ class Frontend:
         """Calls the listeners with a request that has ended, once."""
         if not life.ended_ns:
             life.error = error
-            report_ended(life, self._listeners)
+            report_ended(life, self.listeners)
 
     def _abandon(self, exchange: _Exchange, error: str) -> None:
         """Forgets a request that is answered with an error, and cancels its running sequences."""
@@ -224,12 +213,12 @@ class Frontend:
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
             with contextlib.suppress(FaserError):  # the engine is gone; the sender thread notices it
-                self._link.cancel(request_id)
+                self.link.cancel(request_id)
 
     # -- the sender thread ------------------------------------------------------------------------
 
     def _run_sender(self) -> None:
-        outputs, is_open = self._link.outputs, True
+        outputs, is_open = self.link.outputs, True
         while is_open and (batch := self._wait_for_outputs()) is not None:
             while is_open and not outputs.empty():
                 more = outputs.get()
@@ -241,7 +230,7 @@ class Frontend:
         while True:
             self._heartbeat.beat()
             with contextlib.suppress(Empty):
-                return self._link.outputs.get(timeout=BEAT_S)
+                return self.link.outputs.get(timeout=BEAT_S)
 
     def _answer(self, batch: list[EngineOutput]) -> None:
         touched: dict[str, EngineOutput] = {}  # request id -> its last output in the batch
@@ -266,8 +255,8 @@ class Frontend:
         start_ns = time.perf_counter_ns()
         reply = exchange.replies.get(output.request_id)
         if reply is None:
-            parsed, tokenizer = exchange.parsed[output.request_id], self._handshake.model.tokenizer
-            reply = self._contract.reply(parsed, exchange.responder.requested_outputs, tokenizer)
+            parsed, tokenizer = exchange.parsed[output.request_id], self.handshake.model.tokenizer
+            reply = self.contract.reply(parsed, exchange.responder.requested_outputs, tokenizer)
             exchange.replies[output.request_id] = reply
         reply.add(output)
         if exchange.life.sequences:
@@ -289,7 +278,7 @@ class Frontend:
             return
         if reply.stream.is_stopped and request_id not in self._stopping:
             self._stopping.add(request_id)
-            self._link.stop(request_id)
+            self.link.stop(request_id)
         if reply.parsed.is_streaming and reply.has_new_output:
             self._send(exchange, [reply], is_final=False)
 
@@ -308,13 +297,13 @@ class Frontend:
         if last.stats is not None:
             exchange.life.queued_for_ns = max(0, last.stats.first_scheduled_ns - last.stats.arrival_ns)
         is_last = not exchange.open_ids
-        if self._is_decoupled:
+        if self.is_decoupled:
             self._send(exchange, [exchange.replies[request_id]], is_final=is_last)
         elif is_last:
             self._send(exchange, [exchange.replies[one] for one in exchange.parsed], is_final=True)
         if is_last:
             self._notify(exchange.life)
-            self._on_answered(exchange.life)
+            self.on_answered(exchange.life)
 
     def _send(self, exchange: _Exchange, replies: list[Reply], *, is_final: bool) -> None:
         """Sends one response with the new output of these replies, merged if they are several."""
@@ -339,7 +328,7 @@ class Frontend:
     # -- the canceller thread ---------------------------------------------------------------------
 
     def _run_canceller(self) -> None:
-        while not self._closing.wait(self._handshake.cancellation_period_s):
+        while not self._closing.wait(self.handshake.cancellation_period_s):
             with self._lock:
                 exchanges = set(self._live.values())
             for exchange in exchanges:

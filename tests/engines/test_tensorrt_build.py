@@ -132,7 +132,7 @@ def test_networks_have_the_tensors_and_profiles_of_the_manifest(dtype: str, tmp_
 def test_profiles_of_a_split_get_the_stream_of_their_models_share() -> None:
     """TensorRT-RTX also has the attribute, though only full TensorRT is built for splits."""
     compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), 4, print, print)
-    compiler._options = TensorRtOptions(split_streams={"16/116": SplitStreams(draft=1234, target=5678)})
+    compiler.options = TensorRtOptions(split_streams={"16/116": SplitStreams(draft=1234, target=5678)})
     builder = compiler.tensorrt.module.Builder(compiler.tensorrt.error_log().logger)
     for name, split, stream in (("draft", "16/116", 1234), ("target", "16/116", 5678), ("target", "", 0)):
         segment = SegmentSpec(FileSpec(f"{name}.0.onnx", "", 0), 0, 1, (), ())

@@ -100,7 +100,7 @@ def test_a_head_and_its_target_have_no_profiles_of_splits(
     """Head and target run serially on the whole device; a pair of models has profiles of every split."""
     monkeypatch.setattr(TensorRtCompiler, "compile_segment", lambda self, onnx, segment, buckets, path: path.touch())
     compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), BLOCK_SIZE, print, print)
-    compiler._options = TensorRtOptions(LIMITS, split_streams={"16/116": SplitStreams(draft=1, target=2)})
+    compiler.options = TensorRtOptions(LIMITS, split_streams={"16/116": SplitStreams(draft=1, target=2)})
     spec = replace(read_spec(open_checkpoint(source).fields), max_context=64)
     segment = SegmentSpec(FileSpec("target.0.onnx", "", 0), 0, 4, (TensorSpec("token_ids", "int64", ("T",)),), ())
     head, target = replace(spec, family=EAGLE3), replace(spec, feature_layers=FEATURES)
