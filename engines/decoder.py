@@ -388,7 +388,7 @@ def mix_experts(graph: GraphBuilder, spec: ModelSpec, prefix: str, x: str) -> st
         shares = g.op("Div", shares, g.op("ReduceSum", shares, g.ints(-1), keepdims=1))
     numbers = g.constant("expert_numbers", np.arange(spec.num_experts))  # [E]
     is_chosen = g.op("Equal", g.op("Unsqueeze", experts, g.ints(2)), numbers)  # [T, K, E]
-    spread = g.op("Mul", g.op("Unsqueeze", shares, g.ints(2)), g.op("Cast", is_chosen, to=g.FLOAT))
+    spread = g.op("Mul", g.op("Unsqueeze", shares, g.ints(2)), g.op("Cast", is_chosen, to=onnx.TensorProto.FLOAT))
     spread = g.op("ReduceSum", spread, g.ints(1), keepdims=0)  # [T, E], 0 where not chosen
     gated = _gated(g, f"{prefix}.experts", x)  # [T, E * inner]
     by_expert = g.op("Reshape", g.widen(gated), g.ints(0, spec.num_experts, spec.intermediate_size))

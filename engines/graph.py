@@ -31,21 +31,14 @@ class WeightStore:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = path.open("wb")
-        self._references: dict[str, TensorProto] = {}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._references
-
-    def reference(self, name: str) -> TensorProto:
-        """Returns the reference of a tensor that was added."""
-        return self._references[name]
+        self.references: dict[str, TensorProto] = {}  # of the tensors that were added, by name
 
     def add(self, name: str, array: np.ndarray, dtype: str = "float32") -> None:
         """Writes an array in this dtype, block by block. Its name must be new.
 
         Raises CheckpointError for numbers that are too large for the dtype.
         """
-        assert name not in self._references
+        assert name not in self.references
         self._file.write(bytes(-self._file.tell() % WEIGHT_ALIGNMENT))
         offset = self._file.tell()
         for block in converted_blocks(name, array, np.dtype(dtype)):
@@ -55,7 +48,7 @@ class WeightStore:
         length = self._file.tell() - offset
         for key, value in (("location", self.path.name), ("offset", offset), ("length", length)):
             tensor.external_data.add(key=key, value=str(value))
-        self._references[name] = tensor
+        self.references[name] = tensor
 
     def close(self) -> None:
         self._file.close()
@@ -66,8 +59,6 @@ class GraphBuilder:
 
     Matrices and hidden states have `dtype`. Operations that need float32 are placed between `widen` and `narrow`.
     """
-
-    FLOAT = TensorProto.FLOAT  # for the attribute of a Cast
 
     def __init__(self, store: WeightStore, dtype: str, weights: Mapping[str, np.ndarray]) -> None:
         """weights: arrays by name, each read when the first graph over the store uses it."""
@@ -107,15 +98,15 @@ class GraphBuilder:
 
     def table(self, name: str, array: np.ndarray) -> str:
         """Adds a computed float32 constant to the shared weight file."""
-        if name not in self._store:
+        if name not in self._store.references:
             self._store.add(name, array)
         return self.weight(name)
 
     def weight(self, name: str, dtype: str = "float32") -> str:
         """Adds a weight of the model, or an array of the shared weight file, as a constant of this graph."""
-        if name not in self._store:
+        if name not in self._store.references:
             self._store.add(name, self._weights[name], dtype)
-        self._constants[name] = self._store.reference(name)
+        self._constants[name] = self._store.references[name]
         return name
 
     def widen(self, x: str) -> str:

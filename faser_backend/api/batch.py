@@ -91,7 +91,7 @@ class Batch:
                 raise FailedError(failure)
             answer = self._by_id[output.request_id]
             answer.add(output)
-            if answer.is_stopped and not answer.is_ended and output.request_id not in self._stopping:
+            if answer.stream.is_stopped and not answer.is_ended and output.request_id not in self._stopping:
                 self._stopping.add(output.request_id)
                 engine.stop(output.request_id)
 

@@ -122,7 +122,7 @@ class LLM:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._model.tokenizer.chat_template is not None
+        return self._model.tokenizer.prompts.chat_template is not None
 
     def metrics(self) -> EngineMetrics:
         """Returns counters since the engine was opened, without the step that is running."""

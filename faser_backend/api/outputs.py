@@ -94,7 +94,7 @@ class GrowingAnswer:
         self._tokenizer = tokenizer
         self._index = index
         self._wants_logprobs = params.logprobs is not None
-        self._stream = AnswerStream(
+        self.stream = AnswerStream(
             tokenizer,
             request.prompt_ids,
             stop_strings=params.stop,
@@ -107,16 +107,11 @@ class GrowingAnswer:
         self._new_pieces: list[TextPiece] = []
 
     @property
-    def is_stopped(self) -> bool:
-        """A stop string has ended the text; further tokens are dropped."""
-        return self._stream.is_stopped
-
-    @property
     def is_ended(self) -> bool:
-        return self._stream.finish_reason is not None
+        return self.stream.finish_reason is not None
 
     def add(self, output: EngineOutput) -> None:
-        part = self._stream.add(output)
+        part = self.stream.add(output)
         self._text += part.text
         self._tokens += part.tokens
         self._logprobs += map(self._logprobs_of, part.tokens) if self._wants_logprobs else ()
@@ -126,7 +121,7 @@ class GrowingAnswer:
     def snapshot(self) -> CompletionOutput:
         """Returns the answer so far. A piece is new in one snapshot only."""
         pieces, self._new_pieces, self.has_news = tuple(self._new_pieces), [], False
-        stream, stop_reason = self._stream, self._stream.matched_stop
+        stream, stop_reason = self.stream, self.stream.matched_stop
         if stop_reason is None and stream.finish_reason is FinishReason.STOP_WORDS:
             stop_reason = self._tokens[-1].token_id
         return CompletionOutput(

@@ -85,7 +85,7 @@ def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
     from faser_backend.serving.parameters import check_host, restriction_options
 
     check_host(where.host, is_exposed=where.expose_triton)
-    restriction_options(where.admin_key, where.restricted)
+    restriction_options(where.admin_key, where.restrict)
     if where.openai_port is not None:
         from faser_backend.openai.server import callers_of
 

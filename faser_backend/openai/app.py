@@ -144,7 +144,7 @@ class _Endpoints:
             "created": self._created,
             "owned_by": "faser",
             "max_model_len": model.limits.max_context,
-            "has_chat_template": model.tokenizer.chat_template is not None,
+            "has_chat_template": model.tokenizer.prompts.chat_template is not None,
             "parent": self.client.model.name if model.lora_name else None,
         }
 
@@ -225,7 +225,7 @@ class GeneratedResponse:
                             await queue.put(events)
                         # Only a stop string leaves the stream early. Otherwise it is read to its end: a cancellation
                         # that crosses the end of a request can make Triton wait for that request for ever.
-                        if self._reply.answers[index].stop_reason is not None:
+                        if self._reply.answers[index].stream.is_stopped:
                             break
                 await queue.put(None)
             except Exception as error:

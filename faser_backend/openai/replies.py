@@ -47,29 +47,24 @@ class Answer:
         self._is_step_open = False  # the last token was drafted, so its step goes on
         self._has_echoed = not wanted.echoes
         self._tokenizer = tokenizer
-        self._stream = AnswerStream(
+        self.stream = AnswerStream(
             tokenizer, wanted.request.prompt_ids, stop_strings=wanted.stop, includes_stop=False, num_top=wanted.num_top
         )
 
     @property
     def stats(self) -> RequestStats:
-        return self._stream.stats or RequestStats()
-
-    @property
-    def stop_reason(self) -> str | None:
-        """The stop string that ended the answer."""
-        return self._stream.matched_stop
+        return self.stream.stats or RequestStats()
 
     def add(self, output: EngineOutput) -> Piece | None:
         """Returns what the output adds, or None."""
         echo = AnswerPart([]) if self._has_echoed else self._echo(output)
         if not self.wanted.max_tokens:
             output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
-        part = self._stream.add(output)
+        part = self.stream.add(output)
         self.num_tokens += len(part.tokens)
         for token in part.tokens:
             self._count(is_drafted=token.is_drafted)
-        finish_reason = None if self.finish_reason else self._stream.reason
+        finish_reason = None if self.finish_reason else self.stream.reason
         self.finish_reason = self.finish_reason or finish_reason
         piece = Piece(echo.text + part.text, echo.tokens + part.tokens, part.pieces, finish_reason)
         return piece if piece.text or piece.parts or piece.finish_reason else None
@@ -232,7 +227,7 @@ class CompletionReply(ChoicesReply):
             "logprobs": self._log_probs(self._tokens[index], 0) if wants_log_probs else None,
             "finish_reason": answer.finish_reason,
         }
-        return choice | ({"stop_reason": answer.stop_reason} if answer.stop_reason is not None else {})
+        return choice | ({"stop_reason": answer.stream.matched_stop} if answer.stream.is_stopped else {})
 
     def _log_probs(self, tokens: list[AnswerToken], offset: int) -> dict[str, Any]:
         """offset: characters of the choice's text before these tokens."""
@@ -290,7 +285,7 @@ class ChatReply(ChoicesReply):
             "message": message,
             "logprobs": self._log_probs(self._tokens[index]) if self.body.logprobs else None,
             "finish_reason": self._finish_reason(index, self.answers[index].finish_reason),
-            "stop_reason": self.answers[index].stop_reason,
+            "stop_reason": self.answers[index].stream.matched_stop,
         }
 
     def _finish_reason(self, index: int, reason: str | None) -> str | None:

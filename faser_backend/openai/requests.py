@@ -60,7 +60,7 @@ def generations(body: Body, model: ServedModel) -> list[Generation]:
 
 def _conversation(body: ConversationBody, model: ServedModel) -> list[Generation]:
     tokenizer = model.tokenizer
-    form = form_of(tokenizer.chat_template) if body.offered_tools else None
+    form = form_of(tokenizer.prompts.chat_template) if body.offered_tools else None
     guide = answer_guide(body, form) if form or body.answer_format else None
     if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # refused here, the message to the engine stays small
         raise RequestError(f"{GUIDE} length", len(guide.text), f"must be at most {MAX_GUIDE_BYTES} bytes")
@@ -90,7 +90,7 @@ def conversation_ids(body: ConversationBody, tokenizer: TextTokenizer, max_bytes
     messages = [_for_template(f"{name}[{index}]", message) for index, message in enumerate(body.messages)]
     tools = [tool.model_dump(exclude_none=True) for tool in body.offered_tools] or None
     has_tools = tools or any(message.role == "tool" or message.tool_calls for message in body.messages)
-    if has_tools and not shows_tools(tokenizer.chat_template):
+    if has_tools and not shows_tools(tokenizer.prompts.chat_template):
         messages, tools = written_out(messages, tools), None
     return tokenizer.encode_conversation(name, messages, tools, max_bytes=max_bytes)[1]
 

@@ -22,7 +22,7 @@ from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import AcceptanceModel, hats, sigmoid
-from faser_backend.policy.cost_model import BatchTimes, BatchTimesCache
+from faser_backend.policy.cost_model import BatchTimesCache
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
 
@@ -101,7 +101,8 @@ class GpLcb:
         num_deep = np.count_nonzero(is_drafted, axis=1)  # [P, K] chains of that depth or more
         num_drafted = num_deep.cumsum(axis=1)  # [P, K] by cap
         tokens = size + (survival * is_drafted).sum(axis=1).cumsum(axis=1)
-        times = self._times_of(size, [sequence.num_tokens for sequence in sequences])
+        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
+        times = self._times.of(size, context, WHOLE)
         draft_us = (times.draft_us[num_deep] * (num_deep > 0)).cumsum(axis=1) + times.draft_round_us * (num_drafted > 0)
         round_us = draft_us + times.verify_us[num_drafted]
         weights = _weights(size, num_drafted.ravel() / size)  # [P K, G]
@@ -117,7 +118,7 @@ class GpLcb:
             return
         lengths = np.minimum(record.frontier.num_drafted, MAX_ADAPTIVE_TOKENS)
         size, num_drafted = lengths.size, int(lengths.sum())
-        times = self._times_of(size, record.num_tokens.tolist())
+        times = self._times.of(size, self._costs.batch_context(record.num_tokens.tolist()), WHOLE)
         round_us = times.chains_us(lengths) + float(times.verify_us[num_drafted])
         weights = _weights(size, lengths.mean(keepdims=True))[0]
         self._process.observe(weights, float(np.log(max(record.step_us, 1.0) / round_us)))
@@ -129,9 +130,6 @@ class GpLcb:
         hope = OPTIMISM + self._num_plain / MEMORY_STEPS
         offsets = self._acceptance.offsets(sequences) + hope
         return np.minimum(sigmoid(curve.match_logits + offsets[:, None]) @ curve.margin_shares, MAX_RATE)
-
-    def _times_of(self, size: int, num_tokens: list[int]) -> BatchTimes:
-        return self._times.of(size, self._costs.batch_context(num_tokens), WHOLE)
 
 
 def _weights(size: int, mean_lengths: np.ndarray) -> np.ndarray:

@@ -77,8 +77,9 @@ def read_admin_key(file: Path) -> str:
     return key
 
 
-def restriction_options(key: str, also: tuple[str, ...] = ()) -> list[str]:
-    """Returns options of tritonserver. also: entries of ALSO_RESTRICTABLE; raises ConfigError for any other."""
+def restriction_options(key: str, restrict: str | None = None) -> list[str]:
+    """Returns options of tritonserver. restrict: entries of ALSO_RESTRICTABLE; raises ConfigError for any other."""
+    also = [name.strip() for name in (restrict or "").split(",") if name.strip()]
     for name in also:
         if name not in ALSO_RESTRICTABLE:
             raise ConfigError(f"--restrict = {name!r:.80}: must be among {', '.join(ALSO_RESTRICTABLE)}")
@@ -198,11 +199,6 @@ class ServeOptions(OptionTable):
     def admin_key(self) -> str:
         """The key in --admin-key-file, else a random, secret one. Raises ConfigError."""
         return secrets.token_urlsafe(32) if self.admin_key_file is None else read_admin_key(self.admin_key_file)
-
-    @property
-    def restricted(self) -> tuple[str, ...]:
-        """The names in --restrict, not checked."""
-        return tuple(name.strip() for name in (self.restrict or "").split(",") if name.strip())
 
 
 class OpenAIOptions(OptionTable):

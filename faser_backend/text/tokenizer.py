@@ -99,10 +99,6 @@ class TextTokenizer:
             raise RequestError(f"{field} length", num_bytes, limit, code=ErrorCode.TOO_LONG)
         return text, self.encode(text)
 
-    @property
-    def chat_template(self) -> str | None:
-        return self.prompts.chat_template
-
     def close(self) -> None:
         """Ends the process that renders conversations, if it runs."""
         self._chat.close()

@@ -148,7 +148,7 @@ class ServingModel(ConfiguredModel):
 
     def _serve(self, requests: list[Any]) -> None:
         for request in requests:
-            parameters = parameters_of(request)
+            parameters = json.loads(request.parameters() or "{}")
             responder = TritonResponder(request)
             try:
                 tensors = self._read(request, parameters)
@@ -336,7 +336,7 @@ class _Converter(ConfiguredModel):
             try:
                 if self._model is None or socket_id(self._socket) not in ((), self._socket_id):
                     self._model = self._connect()
-                tensors = self._read(request, parameters_of(request))
+                tensors = self._read(request, json.loads(request.parameters() or "{}"))
                 self._long_texts.run(tensors, partial(self._answer, tensors, self._model, responder))
             except FaserError as error:
                 responder.fail(error.failure)
@@ -391,10 +391,6 @@ def _engines_policy(config: dict[str, Any]) -> dict[str, str]:
         return {}
     found = re.search(rf'key:\s*"{DECOUPLED_KEY}"\s*value:?\s*{{\s*string_value:\s*"([^"]*)"', sibling.read_text())
     return given_parameters({"parameters": {DECOUPLED_KEY: {"string_value": found[1]}}}) if found else {}
-
-
-def parameters_of(request: Any) -> dict[str, Any]:
-    return json.loads(request.parameters() or "{}")
 
 
 def _exit_with_server(server_pid: int) -> None:

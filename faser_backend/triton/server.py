@@ -298,7 +298,7 @@ def server_command(
         command += [f"--{name}-port={getattr(options, f'{name}_port')}", f"--{name}-address={options.host}"]
     return [
         *command,
-        *restriction_options(options.admin_key, options.restricted),
+        *restriction_options(options.admin_key, options.restrict),
         *grpc_tls_options(options.grpc_tls_cert, options.grpc_tls_key, options.grpc_tls_root),
         *(forward_options() if has_tracing else []),
         # A client that may load models can run code as this user, so this needs a key that the operator chose.

@@ -135,6 +135,6 @@ def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch, tmp_
         store.close()
         content = store.path.read_bytes()
         for name, array in wanted.items():
-            place = {entry.key: entry.value for entry in store.reference(name).external_data}
+            place = {entry.key: entry.value for entry in store.references[name].external_data}
             first, length = int(place["offset"]), int(place["length"])
             assert content[first : first + length] == np.ascontiguousarray(array).tobytes()

@@ -135,4 +135,4 @@ def test_half_a_pair_of_certificates_and_unknown_groups_of_calls_are_refused(tmp
             grpc_tls_options(*given)
     assert grpc_tls_options(None, None, None) == []
     with pytest.raises(ConfigError, match=r"^--restrict = 'health': must be among metadata, inference"):
-        restriction_options(KEY, ("health",))
+        restriction_options(KEY, "health")
