@@ -67,14 +67,14 @@ class RequestError(FaserError):
         self.args = (f"{field} = {self._told}",)
 
 
-class QueueFullError(RequestError):
+class QueueFullError(FaserError):
     """The waiting queue is at its limit; the client may retry later. Load tools look for both of its phrases."""
 
+    code = ErrorCode.QUEUE_FULL
+
     def __init__(self, limit: int) -> None:
-        super().__init__("max_queue_size", limit, "", code=ErrorCode.QUEUE_FULL)
-        self.field = None  # nothing in the request is to blame
         message = f"Exceeds maximum queue size. Maximum queue size of {limit} requests is reached; retry later"
-        self.args = (message,)
+        super().__init__(message)
 
 
 class UnavailableError(FaserError):

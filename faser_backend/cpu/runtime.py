@@ -11,7 +11,7 @@ from threadpoolctl import threadpool_limits
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.graph_counts import GraphCounts
-from faser_backend.core.model import TWO_PARTS, ModelSpec
+from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import Behind
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
@@ -35,25 +35,22 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
     def __init__(
         self,
         engine_dir: Path,
-        models: ModelPair,
-        kv_block_size: int,
+        manifest: EngineManifest,
         *,
-        kv_cache_dtype: str = "fp32",
-        compute: str = TWO_PARTS,
         num_threads: int | None = None,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """kv_cache_dtype: one of kv_pool.DTYPES. compute, num_threads: see LlvmRunner. menu: all cores by default."""
+        """num_threads: see LlvmRunner. menu: all cores by default."""
         # Numpy's threads spin for tens of milliseconds after a matrix product of a policy. They took cores from the
         # next calls, which then ran a quarter longer.
         threadpool_limits(1, user_api="blas")
-        self.kv_block_size = kv_block_size
+        self.kv_block_size = manifest.kv_block_size
         self.menu = menu or core_partitions()
         self.needs_warm_up = False
         self.graph_counts = GraphCounts()
         self.behind: Behind | None = None
-        self._engine_dir, self._models = engine_dir, models
-        self._kv_cache_dtype, self._num_threads, self._compute = kv_cache_dtype, num_threads, compute
+        self._engine_dir, self._manifest, self._num_threads = engine_dir, manifest, num_threads
+        models = ModelPair(manifest.target, manifest.draft)
         splits, self.splits_note = useful_splits(self.menu, models, num_threads)
         self.splits = tuple(splits)
 
@@ -66,10 +63,10 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
         return int(self.free_bytes() * KV_MEMORY_SHARE)
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
-        return KvPool.bytes_per_block(spec, self.kv_block_size, self._kv_cache_dtype)
+        return KvPool.bytes_per_block(spec, self.kv_block_size, self._manifest.kv_cache_dtype)
 
     def open_pool(self, model: ModelEngine, num_blocks: int) -> KvPool:
-        return KvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._kv_cache_dtype)
+        return KvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._manifest.kv_cache_dtype)
 
     def fill_pool(self, pool: KvPool, numbers: np.ndarray) -> None:
         """Writes every page: pages that were never written share one page in the cache."""
@@ -82,8 +79,8 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
 
         kind, owner = LlvmRunner, None
         if model.spec.reads_target:
-            kind, owner = LlvmBlockRunner if model.spec.block_size else LlvmHeadRunner, self._models.target
-        options = {"num_threads": self._num_threads, "compute": self._compute}
+            kind, owner = LlvmBlockRunner if model.spec.block_size else LlvmHeadRunner, self._manifest.target
+        options = {"num_threads": self._num_threads, "compute": self._manifest.compute}
         return kind(model, self._engine_dir, share, pool, owner, **options)
 
     def open_lanes(self, draft: CorePartition, target: CorePartition) -> ThreadLanes:
@@ -95,18 +92,6 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
     def is_fatal(self, error: BaseException) -> bool:
         """Returns False: no error of a step breaks a CPU."""
         return False
-
-
-def open_llvm(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> LlvmRuntime:
-    """Opens this machine's cores for an engine directory."""
-    return LlvmRuntime(
-        engine_dir,
-        ModelPair(manifest.target, manifest.draft),
-        manifest.kv_block_size,
-        kv_cache_dtype=manifest.kv_cache_dtype,
-        compute=manifest.compute,
-        num_threads=config.num_threads,
-    )
 
 
 def useful_splits(

@@ -15,7 +15,7 @@ from typing import Any
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.cpu.runtime import cpu_identity, open_llvm
+from faser_backend.cpu.runtime import LlvmRuntime, cpu_identity
 from faser_backend.device.runtime import Runtime
 from faser_backend.manifest import EngineManifest
 from faser_backend.runtime_spec import RUNTIMES
@@ -38,7 +38,7 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
     loading.log.info("loading weights and kernels")
     spec = manifest.runtime_spec
     if spec.is_cpu:
-        return open_llvm(engine_dir, manifest, config)
+        return LlvmRuntime(engine_dir, manifest, num_threads=config.num_threads)
     try:
         from faser_backend.cuda.runtime import open_cuda_runtime
     except ImportError as error:

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -160,25 +161,15 @@ FAMILIES = {
 }
 
 
-class Ended(NamedTuple):
-    """A request that has ended."""
-
-    stats: RequestStats
-    num_output_tokens: int
-    reason: FinishReason
-    is_direct: bool = False  # it did not pass through Triton, which could not count it
-
-    def seconds(self) -> tuple[float | None, float | None, float | None, float | None]:
-        """Returns the values of LATENCIES in order, None where one is undefined, as without tokens."""
-        stats = self.stats
-        if not stats.first_token_ns:
-            return None, None, None, None
-        num_gaps = self.num_output_tokens - 1
-        first, last = stats.first_token_ns, stats.last_token_ns
-        per_token = (last - first) / num_gaps if num_gaps > 0 else None
-        arrival = stats.arrival_ns
-        times = (first - arrival, per_token, last - arrival, stats.first_scheduled_ns - arrival)
-        return tuple(None if time_ns is None else max(0, time_ns) / 1e9 for time_ns in times)  # pyright: ignore[reportReturnType]
+def latencies_of(stats: RequestStats, num_output_tokens: int) -> dict[str, float]:
+    """Returns the values of LATENCIES of a request that has ended, without those that are undefined."""
+    if not stats.first_token_ns:
+        return {}
+    first, last, arrival, num_gaps = stats.first_token_ns, stats.last_token_ns, stats.arrival_ns, num_output_tokens - 1
+    per_token = (last - first) / num_gaps if num_gaps > 0 else None
+    times = (first - arrival, per_token, last - arrival, stats.first_scheduled_ns - arrival)
+    found = zip(LATENCIES, times, strict=True)
+    return {name: max(0, time_ns) / 1e9 for name, time_ns in found if time_ns is not None}
 
 
 def lasting_family(pb_utils: Any, kind: str, name: str, description: str) -> Callable[..., Any]:
@@ -219,18 +210,19 @@ class MetricReporter:
                 own = {family.label: value} if family.label else {}
                 self._metrics[name, value] = metric({**labels, **own}, **more)
         self._counters = ComposingCounters(pb_utils, version)
-        self._updates: SimpleQueue[EngineMetrics | Ended | None] = SimpleQueue()
+        self._updates: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
     def report(self, metrics: EngineMetrics) -> None:
-        self._updates.put(metrics)
+        self._updates.put(partial(self._set, metrics))
 
     def observe(self, output: EngineOutput, num_output_tokens: int) -> None:
         """Counts one finished request into the histograms."""
         if output.stats is not None and output.finish_reason is not None:
-            is_direct = output.request_id.startswith(DIRECT)
-            self._updates.put(Ended(replace(output.stats), num_output_tokens, output.finish_reason, is_direct))
+            is_direct = output.request_id.startswith(DIRECT)  # Triton, through which it did not pass, cannot count it
+            ended = replace(output.stats), num_output_tokens, output.finish_reason
+            self._updates.put(partial(self._count, *ended, is_direct=is_direct))
 
     def close(self) -> None:
         self._updates.put(None)
@@ -239,26 +231,25 @@ class MetricReporter:
 
     def _run(self) -> None:
         while (update := self._updates.get()) is not None:
-            if isinstance(update, EngineMetrics):
-                self._set_gauges(update)
-                self._add_totals(update)
-            else:
-                self._observe(update)
+            update()
 
-    def _observe(self, ended: Ended) -> None:
-        stats = ended.stats
-        lengths = stats.num_prompt_tokens, ended.num_output_tokens
+    def _count(self, stats: RequestStats, num_output_tokens: int, reason: FinishReason, *, is_direct: bool) -> None:
+        lengths = stats.num_prompt_tokens, num_output_tokens
         for family, length in zip(LENGTHS.items(), lengths, strict=True) if stats.arrival_ns else ():  # not refused
             self._metrics[family].observe(length)
-        for name, seconds in zip(LATENCIES, ended.seconds(), strict=True):
-            if seconds is not None:
-                self._metrics[name, ""].observe(seconds)
-        self._metrics[REQUESTS, ended.reason.value].increment(1)
-        if ended.is_direct and ended.reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
+        for name, seconds in latencies_of(stats, num_output_tokens).items():
+            self._metrics[name, ""].observe(seconds)
+        self._metrics[REQUESTS, reason.value].increment(1)
+        if is_direct and reason not in (FinishReason.CANCELLED, FinishReason.ERROR):
             queued, whole = stats.first_scheduled_ns - stats.arrival_ns, stats.last_token_ns - stats.arrival_ns
             self._counters.add({"tensorrt_llm": (whole, queued, 0, whole - queued, 0)}, 1)
 
-    def _add_totals(self, metrics: EngineMetrics) -> None:
+    def _set(self, metrics: EngineMetrics) -> None:
+        for family, values in gauge_values(metrics).items():
+            for label, value in values.items():
+                if self._last.get((family, label)) != value:
+                    self._metrics[family, label].set(value)
+                    self._last[family, label] = value
         numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)
         totals = {(name, ""): number for name, number in zip(SPECULATION, numbers, strict=True)}
         totals |= {(BY_POSITION, str(position)): n for position, n in enumerate(metrics.num_accepted_by_position)}
@@ -267,13 +258,6 @@ class MetricReporter:
             if (new := total - self._last.get(key, 0)) > 0:
                 self._metrics[key].increment(new)
                 self._last[key] = total
-
-    def _set_gauges(self, metrics: EngineMetrics) -> None:
-        for family, values in gauge_values(metrics).items():
-            for label, value in values.items():
-                if self._last.get((family, label)) != value:
-                    self._metrics[family, label].set(value)
-                    self._last[family, label] = value
 
 
 COMPOSING_MODELS = ("preprocessing", "tensorrt_llm", "postprocessing")

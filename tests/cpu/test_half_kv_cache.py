@@ -41,8 +41,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def open_runtime(directory: Path) -> tuple[LlvmRuntime, ModelPair]:
     manifest = EngineManifest.load(directory)
-    models = ModelPair(manifest.target, manifest.draft)
-    return LlvmRuntime(directory, models, BLOCK_SIZE, kv_cache_dtype=manifest.kv_cache_dtype), models
+    return LlvmRuntime(directory, manifest), ModelPair(manifest.target, manifest.draft)
 
 
 def open_target(directory: Path) -> LlvmRunner:

@@ -51,8 +51,8 @@ def open_on(
     is_drafting: bool = True,
     names: tuple[str, ...] = (WHOLE, "1/1", "2/2"),
 ):
-    models = pair_of(EngineManifest.load(engine))
-    runtime = LlvmRuntime(engine, models, BLOCK_SIZE, menu=menu)
+    manifest = EngineManifest.load(engine)
+    runtime, models = LlvmRuntime(engine, manifest, menu=menu), pair_of(manifest)
     sampler = runtime.open_sampler(models.vocab_size, 4)
     return open_partitions(runtime, models, sampler, num_blocks=NUM_BLOCKS, names=names, is_drafting=is_drafting)
 

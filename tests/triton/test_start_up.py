@@ -68,12 +68,12 @@ class Disk:
             self.num_bytes["verify"] += path.stat().st_size if path == weights else 0
             return hashes[path.name]
 
-        def load(*_: object) -> None:
+        def load(*_: object, **__: object) -> None:
             self.num_bytes["load"] += NUM_BYTES
             raise Loaded
 
         patch.setattr(manifest_module, "file_sha256", hash_file)
-        patch.setattr(runtimes, "open_llvm", load)
+        patch.setattr(runtimes, "LlvmRuntime", load)
 
     def start(self, verify: str) -> None:
         """Runs what reads files in the processes of `faser serve`: the launcher and the engine."""
