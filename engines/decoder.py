@@ -36,17 +36,26 @@ from faser_backend.plugins.tensorrt_contract import (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GraphForm:
+    """The common properties of the graphs of an engine."""
+
+    runtime: str
+    dtype: str  # of matrices, hidden states, keys and values
+    kv_block_size: int
+    geometry: Geometry | None = None  # of the attention plugins, for runtime "tensorrt"
+
+
 class AttentionBody(ABC):
     """The attention of all layers of one segment, with its inputs and outputs."""
 
     outputs: tuple[str, tuple[int | str, ...]]  # name and shape of a layer's new keys, and of its values
 
-    def __init__(self, graph: GraphBuilder, spec: ModelSpec, kv_block_size: int, geometry: Geometry | None) -> None:
-        """geometry: of the plugins, if the runtime has them."""
+    def __init__(self, graph: GraphBuilder, spec: ModelSpec, form: GraphForm) -> None:
         self.graph = graph
         self.spec = spec
-        self.geometry = geometry
-        self.pool_shape: tuple[int | str, ...] = (spec.num_kv_heads, "NB", kv_block_size, spec.head_dim)
+        self.geometry = form.geometry
+        self.pool_shape: tuple[int | str, ...] = (spec.num_kv_heads, "NB", form.kv_block_size, spec.head_dim)
         self._declare_inputs()
 
     @abstractmethod
@@ -174,39 +183,20 @@ class SegmentGraph:
 
 
 def build_segment(
-    spec: ModelSpec,
-    weights: ModelWeights,
-    store: WeightStore,
-    first_layer: int,
-    last_layer: int,
-    *,
-    kv_block_size: int,
-    runtime: str,
-    dtype: str,
-    geometry: Geometry | None = None,
+    spec: ModelSpec, weights: ModelWeights, store: WeightStore, first_layer: int, last_layer: int, *, form: GraphForm
 ) -> SegmentGraph:
     """Makes the graph of layers [first_layer, last_layer), with embedding and head at the model's ends.
 
     The inputs of layers in spec.feature_layers are also outputs, aux_hidden.LAYER [T, hidden_size].
     Exit scores, of all segments except the last, are the products of the hidden state behind the final norm with the
-    head's rows of the candidates.
-    Matrices, hidden states, keys and values have the dtype; norms, rotary embedding, logits and exit scores
-    are float32. geometry: of the attention plugins, for runtime "tensorrt".
+    head's rows of the candidates. Norms, rotary embedding, logits and exit scores are float32.
     """
-    graph = GraphBuilder(store, FLOAT_TYPES[dtype], weights)
-    return _SegmentBuilder(spec, graph, runtime, kv_block_size, geometry).build(first_layer, last_layer)
+    graph = GraphBuilder(store, FLOAT_TYPES[form.dtype], weights)
+    return _SegmentBuilder(spec, graph, form).build(first_layer, last_layer)
 
 
 def build_head(
-    head: DraftHead,
-    target_hidden_size: int,
-    weights: ModelWeights,
-    store: WeightStore,
-    *,
-    kv_block_size: int,
-    runtime: str,
-    dtype: str,
-    geometry: Geometry | None = None,
+    head: DraftHead, target_hidden_size: int, weights: ModelWeights, store: WeightStore, form: GraphForm
 ) -> tuple[SegmentGraph, SegmentGraph]:
     """Makes both segments of a head. A head without an embedding uses the one in the store.
 
@@ -214,22 +204,20 @@ def build_head(
     input `hidden` is a joined row, or its own hidden state of the previous step.
     """
     assert head.token_ids is not None, "block drafters have been refused"
-    joining, layer = (GraphBuilder(store, FLOAT_TYPES[dtype], weights) for _ in range(2))
+    joining, layer = (GraphBuilder(store, FLOAT_TYPES[form.dtype], weights) for _ in range(2))
     return (
         _join_graph(head, target_hidden_size, joining),
-        _HeadBuilder(head.spec, layer, runtime, kv_block_size, geometry).build_layer(head.token_ids),
+        _HeadBuilder(head.spec, layer, form).build_layer(head.token_ids),
     )
 
 
+@dataclass(eq=False)
 class _SegmentBuilder:
     """A builder of a decoder's layers as nodes of one graph."""
 
-    def __init__(
-        self, spec: ModelSpec, graph: GraphBuilder, runtime: str, kv_block_size: int, geometry: Geometry | None
-    ) -> None:
-        self.spec = spec
-        self.graph = graph
-        self._runtime, self._kv_block_size, self._geometry = runtime, kv_block_size, geometry
+    spec: ModelSpec
+    graph: GraphBuilder
+    form: GraphForm
 
     def build(self, first: int, last: int) -> SegmentGraph:
         g, spec = self.graph, self.spec
@@ -261,7 +249,7 @@ class _SegmentBuilder:
     def _shared_inputs(self, is_last: bool) -> None:
         g = self.graph
         g.input("positions", ("T",))
-        self.attention = BODIES[self._runtime](g, self.spec, self._kv_block_size, self._geometry)
+        self.attention = BODIES[self.form.runtime](g, self.spec, self.form)
         cos, sin = rotary_tables(self.spec)
         self.cos, self.sin = g.table("rope_cos", cos), g.table("rope_sin", sin)
         if is_last:

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.arrays import FLOAT_TYPES
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.engines.decoder import SegmentGraph, build_head, build_segment
+from faser_backend.engines.decoder import GraphForm, SegmentGraph, build_head, build_segment
 from faser_backend.engines.eagle3 import DraftHead
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.tensorrt_buckets import TensorRtOptions, call_buckets, narrowed, shapes_of
@@ -76,7 +76,7 @@ class TensorRtCompiler:
         def segments(store: WeightStore) -> Iterator[tuple[int, int, SegmentGraph]]:
             for first, last in pairwise((0, *cuts)):
                 self.begin(f"{name}: layers {first} to {last}")
-                yield first, last, build_segment(spec, weights, store, first, last, **self._form(spec))
+                yield first, last, build_segment(spec, weights, store, first, last, form=self._form(spec))
 
         return self._compiled(name, spec, segments, directory)
 
@@ -89,15 +89,14 @@ class TensorRtCompiler:
             self.begin("draft: EAGLE-3 head")
             if "embedding" not in weights["draft"]:
                 store.add("embedding", weights["target"]["embedding"], FLOAT_TYPES[self.dtype])
-            graphs = build_head(head, target.spec.hidden_size, weights["draft"], store, **self._form(head.spec))
+            graphs = build_head(head, target.spec.hidden_size, weights["draft"], store, self._form(head.spec))
             yield from ((0, last, graph) for last, graph in enumerate(graphs))
 
         return self._compiled("draft", head.spec, segments, directory)
 
-    def _form(self, spec: ModelSpec) -> dict[str, Any]:
-        size = self.kv_block_size
-        geometry = plugin_geometry(spec, size) if self.tensorrt.has_plugins else None
-        return {"kv_block_size": size, "runtime": self.runtime, "dtype": self.dtype, "geometry": geometry}
+    def _form(self, spec: ModelSpec) -> GraphForm:
+        geometry = plugin_geometry(spec, self.kv_block_size) if self.tensorrt.has_plugins else None
+        return GraphForm(self.runtime, self.dtype, self.kv_block_size, geometry)
 
     def _compiled(
         self,

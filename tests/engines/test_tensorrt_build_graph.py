@@ -7,7 +7,7 @@ import onnx
 import pytest
 
 from faser_backend.engines.checkpoint import CheckpointError
-from faser_backend.engines.decoder import build_segment
+from faser_backend.engines.decoder import GraphForm, build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
@@ -71,8 +71,8 @@ def test_a_layer_of_the_plugin_body_reads_and_writes_its_pools(dtype: str, sourc
     checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint.fields)
     store = WeightStore(tmp_path / "weights")
-    form = {"kv_block_size": 4, "runtime": "tensorrt", "dtype": dtype, "geometry": GEOMETRY}
-    graph = build_segment(spec, ModelWeights(checkpoint, spec), store, 1, 3, **form)
+    form = GraphForm("tensorrt", dtype, 4, GEOMETRY)
+    graph = build_segment(spec, ModelWeights(checkpoint, spec), store, 1, 3, form=form)
     store.close()
     model = graph.model
     path = tmp_path / "segment.onnx"

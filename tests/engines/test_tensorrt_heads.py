@@ -10,7 +10,7 @@ from onnx.reference import ReferenceEvaluator
 
 from faser_backend.core.model import EAGLE3
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.decoder import build_head
+from faser_backend.engines.decoder import GraphForm, build_head
 from faser_backend.engines.eagle3 import read_head
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
@@ -123,8 +123,8 @@ class PluginHead:
         own = ModelWeights(checkpoint, head.spec, sources=head.sources, others=("d2t", "t2d"))
         store = WeightStore(directory / "draft.weights")
         store.add("embedding", ModelWeights(target, spec)["embedding"])
-        form = {"kv_block_size": BLOCK_SIZE, "runtime": "tensorrt", "dtype": "fp32", "geometry": GEOMETRY}
-        graphs = build_head(head, spec.hidden_size, own, store, **form)
+        form = GraphForm("tensorrt", "fp32", BLOCK_SIZE, GEOMETRY)
+        graphs = build_head(head, spec.hidden_size, own, store, form)
         store.close()
         ops = [AttendSplits, CombineSplits]
         self.op_types: list[str] = []

@@ -17,7 +17,7 @@ import torch
 from onnx.reference import ReferenceEvaluator
 from onnx.reference.op_run import OpRun
 
-from faser_backend.engines.decoder import build_segment
+from faser_backend.engines.decoder import GraphForm, build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
@@ -78,17 +78,8 @@ def model(source: Path) -> onnx.ModelProto:
     checkpoint = open_checkpoint(source)
     spec = read_spec(checkpoint.fields)
     store = WeightStore(source / "weights")
-    graph = build_segment(
-        spec,
-        ModelWeights(checkpoint, spec),
-        store,
-        0,
-        3,
-        kv_block_size=BLOCK_SIZE,
-        runtime="tensorrt",
-        dtype="fp32",
-        geometry=GEOMETRY,
-    )
+    form = GraphForm("tensorrt", "fp32", BLOCK_SIZE, GEOMETRY)
+    graph = build_segment(spec, ModelWeights(checkpoint, spec), store, 0, 3, form=form)
     store.close()
     return graph.model
 

@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.engines.arrays import FLOAT_TYPES
-from faser_backend.engines.decoder import build_segment
+from faser_backend.engines.decoder import GraphForm, build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
@@ -49,18 +49,10 @@ class GatheredRunner:
         directory.mkdir(parents=True, exist_ok=True)
         store = WeightStore(directory / "weights")
         cuts = (0, *exit_layers, self.spec.num_layers)
+        weights = ModelWeights(checkpoint, self.spec, joins_experts=True)
+        form = GraphForm("tensorrt_rtx", dtype, block_size)
         self.graphs = [
-            build_segment(
-                self.spec,
-                ModelWeights(checkpoint, self.spec, joins_experts=True),
-                store,
-                first,
-                last,
-                kv_block_size=block_size,
-                runtime="tensorrt_rtx",
-                dtype=dtype,
-            )
-            for first, last in pairwise(cuts)
+            build_segment(self.spec, weights, store, first, last, form=form) for first, last in pairwise(cuts)
         ]
         store.close()
         for index, graph in enumerate(self.graphs):

@@ -22,7 +22,7 @@ import torch
 from faser_backend.cuda.runtime import CudaRuntime, open_on_device
 from faser_backend.cuda.tensorrt_programs import EngineFile, ProfileRange, TensorRtPrograms
 from faser_backend.device.runtime import ModelPair
-from faser_backend.engines.decoder import build_segment
+from faser_backend.engines.decoder import GraphForm, build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
@@ -54,16 +54,8 @@ def write_rtx_model(
     buckets = call_buckets(LIMITS.apply(spec), kv_block_size, LIMITS)
     segments = []
     for index, (first, last) in enumerate(pairwise((0, *exit_layers, spec.num_layers))):
-        graph = build_segment(
-            spec,
-            ModelWeights(checkpoint, spec),
-            store,
-            first,
-            last,
-            kv_block_size=kv_block_size,
-            runtime="tensorrt_rtx",
-            dtype=dtype,
-        )
+        form = GraphForm("tensorrt_rtx", dtype, kv_block_size)
+        graph = build_segment(spec, ModelWeights(checkpoint, spec), store, first, last, form=form)
         path = directory / f"target.{index}.engine"
         path.write_bytes(graph.model.SerializeToString())
         segment = SegmentSpec(FileSpec.of(path), first, last, graph.inputs, graph.outputs)
