@@ -148,7 +148,7 @@ def test_a_text_model_waits_for_an_engine_that_loads_longer_than_its_first_try(m
             if not socket.exists():
                 raise UnavailableError("no engine answers")
             self._is_closing.set()
-            return frontend, None
+            return frontend
 
         def run(self) -> None:
             follower = threading.Thread(target=self._follow_engine)
