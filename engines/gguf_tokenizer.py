@@ -105,7 +105,10 @@ def convert_tokenizer(
     vocabulary = _read_vocabulary(path, metadata)
     try:
         tokenizer = _byte_level(vocabulary) if vocabulary.kind == "gpt2" else _sentencepiece(vocabulary)
-        _add_tokens(tokenizer, vocabulary)
+        special = [AddedToken(token, normalized=False, special=True) for token in vocabulary.of_types(CONTROL, UNKNOWN)]
+        tokenizer.add_special_tokens(special)
+        # These are matched whole, but stay text.
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
         tokenizer.save(str(directory / TOKENIZER_FILE))
     except CheckpointError:
         raise
@@ -130,7 +133,9 @@ def _read_vocabulary(path: Path, metadata: dict[str, Any]) -> GGUFVocabulary:
     if not texts:
         raise fields.error(f"{PREFIX}.tokens", texts, "must list the vocabulary")
     named = _named(fields, len(texts), SENTENCEPIECE_IDS if kind == "llama" else {})
-    types = _types(fields, len(texts), named)
+    types = _by_id(fields, f"{PREFIX}.token_type", int, len(texts))
+    if types is None:  # the tokens that the file names are special, all others normal
+        types = [CONTROL if token_id in named.values() else 1 for token_id in range(len(texts))]
     return GGUFVocabulary(
         path=path,
         kind=kind,
@@ -171,15 +176,6 @@ def _named(fields: ConfigFields, num_ids: int, defaults: dict[str, int]) -> dict
             raise fields.error(key, token_id, f"must lie in [0, {num_ids - 1}]")
         named[name] = token_id
     return named
-
-
-def _types(fields: ConfigFields, num_ids: int, named: dict[str, int]) -> list[int]:
-    """Returns types by id. If the file has none, the tokens that it names are special and all others normal."""
-    found = _by_id(fields, f"{PREFIX}.token_type", int, num_ids)
-    if found is not None:
-        return found
-    special = set(named.values())
-    return [CONTROL if token_id in special else 1 for token_id in range(num_ids)]
 
 
 def _merges(fields: ConfigFields) -> list[tuple[str, str]] | None:
@@ -267,13 +263,6 @@ def _merges_of_scores(vocabulary: GGUFVocabulary) -> list[tuple[str, str]]:
         found += [(-vocabulary.scores[token_id], -len(left), -len(right), (left, right)) for left, right in pairs]
     found.sort(key=lambda entry: entry[:3])
     return [pair for *_, pair in found]
-
-
-def _add_tokens(tokenizer: Tokenizer, vocabulary: GGUFVocabulary) -> None:
-    """Adds control tokens, which are special, and user-defined tokens, which are matched whole but stay text."""
-    special = [AddedToken(token, normalized=False, special=True) for token in vocabulary.of_types(CONTROL, UNKNOWN)]
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in vocabulary.of_types(USER_DEFINED)])
 
 
 def _add_template(tokenizer: Tokenizer, vocabulary: GGUFVocabulary, *, adds_begin: bool) -> None:

@@ -228,9 +228,9 @@ def groups_of(
     halves = np.ascontiguousarray(grouped[..., : num_scales * HALF_BYTES]).view(np.float16)
     stored, scales = grouped[..., num_scales * HALF_BYTES :], halves[..., 0]
     if (stored_type, weight_format) == ("Q8_0", INT8):
-        return _by_inputs(stored.view(np.int8)), scales.T, None
+        return stored.view(np.int8).reshape(len(blocks), -1).T, scales.T, None
     assert stored_type.startswith("Q4_"), f"{weight_format} does not hold {stored_type}"
-    numbers = _by_inputs(np.concatenate([stored & 15, stored >> 4], axis=-1))
+    numbers = np.concatenate([stored & 15, stored >> 4], axis=-1).reshape(len(blocks), -1).T  # [in, out]
     if stored_type == "Q4_1":
         assert weight_format == INT4, f"{weight_format} does not hold {stored_type}"
         return numbers, scales.T, halves[..., 1].T
@@ -238,11 +238,6 @@ def groups_of(
     if weight_format == INT8:
         return numbers.astype(np.int8) - np.repeat(zeros.astype(np.int8), QUANTISED_BLOCK, axis=0), scales.T, None
     return numbers, scales.T, -zeros * scales.T.astype(np.float32)  # as a half: exact for 8, infinite above 65504
-
-
-def _by_inputs(numbers: np.ndarray) -> np.ndarray:
-    """[num_outputs, groups, QUANTISED_BLOCK] -> [num_inputs, num_outputs]."""
-    return numbers.reshape(len(numbers), -1).T
 
 
 class NewTensor(NamedTuple):

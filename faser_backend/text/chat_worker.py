@@ -116,7 +116,9 @@ def answer(call: dict[str, Any]) -> dict[str, str]:
 
 
 def main() -> None:
-    _limit_memory()
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process; its parent may have blocked the signal
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     connection = Connection(int(sys.argv[1]))
@@ -127,12 +129,6 @@ def main() -> None:
             reply = json.dumps(answer(json.loads(call))).encode()
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.send_bytes(reply)
-
-
-def _limit_memory() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 def _check_name(name: object) -> None:
