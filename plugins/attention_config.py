@@ -56,7 +56,7 @@ TILE_BYTES = {2: 16_384, 4: 8_192}  # keys per iteration, by the bytes of an ele
 HALF_TILES = (  # float16 and bfloat16, on tensor cores
     Tile(16, 16, 4, 3),
     Tile(32, 32, 4, 3),
-    Tile(256, 64, 8, 3),
+    Tile(256, 64, 4, 3),
     Tile(ANY, 128, 8, 3),
 )
 WIDE_HALF_TILES = (*HALF_TILES[:2], Tile(ANY, 64, 8, 3))  # head_dim above 128, or no warp-group products

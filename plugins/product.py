@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from faser_backend.plugins import reference
 from faser_backend.plugins.attention_config import ANY, shared_limit
@@ -22,7 +23,8 @@ from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, compute_cap
 NUM_SMS = 128  # of a GPU, about
 FEW_OUTPUTS = 64  # of a program in calls of few rows
 MIN_PART = 512  # values
-MAX_SPLIT_ROWS, MAX_SPLIT_TILES = 256, 64  # of calls with a program per part
+MAX_SPLIT_ROWS, MAX_SPLIT_TILES = 192, 64  # of calls with a program per part
+DESCRIPTOR_BYTES = 16  # alignment of addresses and rows
 
 
 class ProductTile(NamedTuple):
@@ -37,20 +39,26 @@ class ProductTile(NamedTuple):
 
     def constants(self, size: int, *, in_turn: bool) -> dict[str, int]:
         """Returns the constants of the kernel for sums of `size` products."""
-        blocks = {"BLOCK_N": self.block_n, "BLOCK_T": self.block_t, "BLOCK_K": self.block_k}
-        return {**blocks, "HAS_TAIL": size % self.block_k > 0, "IN_TURN": in_turn}
+        return {**self.blocks, "HAS_TAIL": size % self.block_k > 0, "IN_TURN": in_turn}
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        return {"BLOCK_N": self.block_n, "BLOCK_T": self.block_t, "BLOCK_K": self.block_k}
 
 
 HALF_TILES = {  # by the most rows of a call
     16: ProductTile(FEW_OUTPUTS, 16, 128, 4, 4),
     32: ProductTile(FEW_OUTPUTS, 32, 128, 4, 3),
     64: ProductTile(FEW_OUTPUTS, 64, 128, 4, 3),
+    128: ProductTile(FEW_OUTPUTS, 64, 64, 4, 5),
     ANY: ProductTile(128, 128, 64, 8, 4),
 }
 FLOAT_TILES = {16: ProductTile(FEW_OUTPUTS, 16, 32, 4, 2), ANY: ProductTile(FEW_OUTPUTS, 64, 16, 4, 2)}
+PARTED_TILE = ProductTile(FEW_OUTPUTS, 64, 128, 4, 4)  # of 128 rows, for sums in several parts
 NARROW_TILE = ProductTile(64, 128, 64, 4, 4)  # where larger ones leave SMs idle
-WIDE_TILE = ProductTile(128, 256, 64, 8, 3)  # for one part: its sums fill the registers
-WIDE_COST = 1.7  # of its program, measured on an H100, over one of 128 rows
+# With descriptors, for the same cases; the wide one's sums fill the registers.
+SMALL_TILE, USUAL_TILE, WIDE_TILE = (ProductTile(128, 64, 64, 4, 5), HALF_TILES[ANY], ProductTile(256, 128, 64, 8, 4))
+WIDE_COST = 1.7  # of its program, measured on an H100, over one of 128 outputs
 
 
 def parts_of(num_outputs: int, size: int) -> tuple[int, int]:
@@ -68,17 +76,23 @@ def tile_of(
     """Returns the tile of a call, with as many stages as shared memory holds, and whether each part has a program."""
     tiles, has_warp_groups = FLOAT_TILES if element_bytes == 4 else HALF_TILES, capability // 10 == 9
     tile = next(tile for most, tile in tiles.items() if num_rows <= most)
+    if tile is HALF_TILES[128] and num_parts > 1:
+        tile = PARTED_TILE
     count = tile.count(num_rows, num_outputs)
     is_split = num_parts > 1 and num_rows <= MAX_SPLIT_ROWS and count <= MAX_SPLIT_TILES
-    if tile is HALF_TILES[ANY] and not is_split:
-        waves, wide_waves = (-(-each // NUM_SMS) for each in (count, WIDE_TILE.count(num_rows, num_outputs)))
-        if num_parts == 1 and has_warp_groups and WIDE_COST * wide_waves < waves:
-            tile = WIDE_TILE
-        elif 2 * count <= NUM_SMS:
-            tile = NARROW_TILE
+    if tile is HALF_TILES[ANY] and not is_split and 2 * count <= NUM_SMS:
+        tile = NARROW_TILE
     fitting = shared_limit(capability) // ((tile.block_n + tile.block_t) * tile.block_k * element_bytes)
     # A warp-group product reads its operands in shared memory; others hold one stage in registers.
     return tile._replace(num_stages=min(tile.num_stages, fitting + (not has_warp_groups))), is_split
+
+
+def described_tile(num_rows: int, num_outputs: int) -> ProductTile:
+    """Returns the tile of a call of many rows that reads by descriptors."""
+    waves, wide_waves = (-(-tile.count(num_rows, num_outputs) // NUM_SMS) for tile in (USUAL_TILE, WIDE_TILE))
+    if WIDE_COST * wide_waves < waves:
+        return WIDE_TILE
+    return SMALL_TILE if 2 * USUAL_TILE.count(num_rows, num_outputs) <= NUM_SMS else USUAL_TILE
 
 
 @triton.jit
@@ -146,6 +160,48 @@ def product_kernel(
     tl.store(out + elements, sums.to(out.dtype.element_ty), mask=is_element)
 
 
+@triton.jit
+def sum_described(
+    rows, weight, first_row, first_output, start, end,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Returns the sums [BLOCK_T, BLOCK_N] of products `start` to `end`, in ascending order."""
+    sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for first in range(start, end, BLOCK_K):
+        right = weight.load([first_output, first])
+        sums = tl.dot(rows.load([first_row, first]), right.T, sums, input_precision="ieee")
+    return sums
+
+
+@triton.jit(do_not_specialize=["size", "part_length"])
+def described_product_kernel(
+    rows,  # descriptors of [T, size] in [BLOCK_T, BLOCK_K]; what lies outside is zero
+    weight,  # of [num_outputs, size] in [BLOCK_N, BLOCK_K]
+    bias,  # [num_outputs]; None without
+    num_outputs,
+    size,
+    part_length,
+    out,  # a descriptor of [T, num_outputs] in [BLOCK_T, BLOCK_N]
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    IN_TURN: tl.constexpr,  # there is more than one part
+):
+    """Adds all parts, as product_kernel does. Grid: (T / BLOCK_T, num_outputs / BLOCK_N), rounded up."""
+    first_row, first_output = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_N
+    if IN_TURN:
+        sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for start in range(0, size, part_length):
+            end = tl.minimum(start + part_length, size)
+            sums += sum_described(rows, weight, first_row, first_output, start, end, BLOCK_N, BLOCK_T, BLOCK_K)
+    else:
+        sums = sum_described(rows, weight, first_row, first_output, 0, size, BLOCK_N, BLOCK_T, BLOCK_K)
+    if bias is not None:
+        output = first_output + tl.arange(0, BLOCK_N)
+        sums += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[None, :]
+    out.store([first_row, first_output], sums.to(out.dtype))
+
+
 class MatrixProduct:
     """Products of one caller, whose calls never overlap: streams that may run at the same time have one each.
 
@@ -175,17 +231,38 @@ class MatrixProduct:
         check_tensor("out", out, (num_rows, num_outputs), rows.dtype, torch.float32)
         if not runs_kernel(product_kernel, rows):
             reference.product(rows, weight, bias, out)
-        elif num_rows:
-            num_parts, length = parts_of(num_outputs, size)
-            capability = compute_capability(rows)
-            tile, is_split = tile_of(num_rows, num_outputs, num_parts, rows.element_size(), capability)
-            sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
-            grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
-            on_grid(product_kernel, *grid)(
-                *(rows, weight, bias, rows.stride(0), num_rows, num_outputs, size, length, num_parts),
-                *(sums, self.arrived if is_split else None, out),
-                **tile.constants(size, in_turn=num_parts > 1 and not is_split),
+            return out
+        if not num_rows:
+            return out
+        num_parts, length = parts_of(num_outputs, size)
+        capability = compute_capability(rows)
+        if num_rows > MAX_SPLIT_ROWS and capability // 10 == 9 and can_describe(rows, weight, out):
+            tile = described_tile(num_rows, num_outputs)
+            on_grid(described_product_kernel, -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n))(
+                TensorDescriptor.from_tensor(rows, [tile.block_t, tile.block_k]),
+                TensorDescriptor.from_tensor(weight, [tile.block_n, tile.block_k]),
+                *(bias, num_outputs, size, length),
+                TensorDescriptor.from_tensor(out, [tile.block_t, tile.block_n]),
+                **tile.blocks,
+                IN_TURN=num_parts > 1,
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             )
+            return out
+        tile, is_split = tile_of(num_rows, num_outputs, num_parts, rows.element_size(), capability)
+        sums = out.new_empty(num_parts, num_rows, num_outputs, dtype=torch.float32) if is_split else None
+        grid = -(-num_rows // tile.block_t), -(-num_outputs // tile.block_n), num_parts if is_split else 1
+        on_grid(product_kernel, *grid)(
+            *(rows, weight, bias, rows.stride(0), num_rows, num_outputs, size, length, num_parts),
+            *(sums, self.arrived if is_split else None, out),
+            **tile.constants(size, in_turn=num_parts > 1 and not is_split),
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
         return out
+
+
+def can_describe(*tensors: torch.Tensor) -> bool:
+    """Tells whether descriptors can have the tensors, of halves or an output of floats."""
+    alignments = (tensor.data_ptr() | tensor.stride(0) * tensor.itemsize for tensor in tensors)
+    return tensors[0].itemsize == 2 and not any(each % DESCRIPTOR_BYTES for each in alignments)

@@ -13,12 +13,13 @@ import triton.language as tl
 from faser_backend.plugins import reference
 from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
-NUM_WARPS = 1  # a program rotates one head of one row
+HEADS = 4  # of a row, that a program of one warp rotates
+NUM_WARPS = 1
 
 
-@triton.jit(do_not_specialize=["num_heads"])
+@triton.jit(do_not_specialize=["num_heads", "num_rotated"])
 def rotate_heads_kernel(
-    qkv,  # [T, at least num_programs(1), 2 * HALF], rows row_stride apart
+    qkv,  # [T, at least num_rotated, 2 * HALF], rows row_stride apart
     positions,  # [T]
     cos,  # [max_context, HALF] float32
     sin,
@@ -27,31 +28,33 @@ def rotate_heads_kernel(
     eps,
     row_stride,
     num_heads,  # of the queries, which come first
-    out,  # [T, num_programs(1), 2 * HALF]
+    num_rotated,  # and of the keys
+    out,  # [T, num_rotated, 2 * HALF]
     HALF: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    HEADS: tl.constexpr,
 ):
-    """Grid: (T, query heads + key heads)."""
+    """Grid: (T, (query heads + key heads) / HEADS, rounded up)."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    dims = tl.arange(0, BLOCK_H)
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    dims = tl.arange(0, BLOCK_H)[None, :]
     is_dim = dims < HALF
+    is_value = is_dim & (head < num_rotated)
     pointers = qkv + row * row_stride + head * (2 * HALF) + dims
-    first = tl.load(pointers, mask=is_dim, other=0.0).to(tl.float32)
-    second = tl.load(pointers + HALF, mask=is_dim, other=0.0).to(tl.float32)
+    first = tl.load(pointers, mask=is_value, other=0.0).to(tl.float32)
+    second = tl.load(pointers + HALF, mask=is_value, other=0.0).to(tl.float32)
     if q_norm is not None:
-        weight = q_norm
-        if head >= num_heads:
-            weight = k_norm
-        scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
-        first = first * scale * tl.load(weight + dims, mask=is_dim, other=0.0)
-        second = second * scale * tl.load(weight + HALF + dims, mask=is_dim, other=0.0)
+        weights = tl.where(head < num_heads, q_norm, k_norm) + dims
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
+        first = first * scale * tl.load(weights, mask=is_value, other=0.0)
+        second = second * scale * tl.load(weights + HALF, mask=is_value, other=0.0)
     angle = tl.load(positions + row) * HALF + dims
     cosine = tl.load(cos + angle, mask=is_dim, other=0.0)
     sine = tl.load(sin + angle, mask=is_dim, other=0.0)
-    target = out + (row * tl.num_programs(1) + head) * (2 * HALF) + dims
-    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), mask=is_dim)
-    tl.store(target + HALF, (second * cosine + first * sine).to(out.dtype.element_ty), mask=is_dim)
+    target = out + (row * num_rotated + head) * (2 * HALF) + dims
+    tl.store(target, (first * cosine - second * sine).to(out.dtype.element_ty), mask=is_value)
+    tl.store(target + HALF, (second * cosine + first * sine).to(out.dtype.element_ty), mask=is_value)
 
 
 def rotate_heads(
@@ -86,7 +89,7 @@ def rotate_heads(
     if not runs_kernel(rotate_heads_kernel, qkv):
         reference.rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out)
     elif num_rows:
-        on_grid(rotate_heads_kernel, num_rows, num_rotated)(
+        on_grid(rotate_heads_kernel, num_rows, -(-num_rotated // HEADS))(
             qkv,
             positions,
             cos,
@@ -96,8 +99,10 @@ def rotate_heads(
             eps,
             qkv.stride(0),
             num_heads,
+            num_rotated,
             out,
             HALF=half,
             BLOCK_H=triton.next_power_of_2(half),
+            HEADS=HEADS,
             num_warps=NUM_WARPS,
         )

@@ -7,6 +7,7 @@ only in the number of rows. TensorRT-RTX runs no kernels of the project: it pads
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -16,13 +17,16 @@ from typing import Any, NamedTuple
 
 from faser_backend.core.batch import RowBatch
 
-# Larger calls take longer to compute than to queue, and their lengths hardly repeat. Their rows are rounded up to a
-# multiple of 8, and no graph is captured.
-MAX_GRAPH_ROWS = 512
+MAX_GRAPH_ROWS = 512  # of calls with logits of all rows
+# Queueing a call takes longer than 1,000 rows of an 8B model take to compute. Larger calls are rounded up to a multiple
+# of 8 rows, and no graph is captured.
+MAX_PROMPT_ROWS = 1024
 # Powers of two and one or two steps between them. Up to some hundred rows a GPU is bound by reading weights, so padding
 # costs little.
 ROW_COUNTS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, MAX_GRAPH_ROWS)
+LARGE_COUNTS = (640, 768, 896, MAX_PROMPT_ROWS)  # with prompts; products compute 128 rows at a time
 PROMPT_ROWS = 128  # from here on a call without logits, such as a prompt's chunk, has a separate shape
+MIXED_LOGIT_ROWS = 256  # of a chunk in a call with others' decodes, which has a shape of its own
 VERIFY_ROWS = 8  # rows per sequence that attention's tiles are chosen for, unless the call is a prompt's chunk
 FILTER_ROWS = 64  # rows sorted at once for top-k and top-p
 ROW_STEP = 8
@@ -90,18 +94,28 @@ class CallMenu:
 def menu_shapes(limits: CallBounds, num_candidates: int, is_padded: bool) -> list[CallBounds]:
     """Returns the shapes of a CallMenu with exit scores of num_candidates, or, for 0, without."""
     wanted = (_padded_shapes if is_padded else _row_shapes)(limits, num_candidates)
-    return sorted({CallBounds._make(map(min, each, limits)) for each in wanted if each.num_rows <= MAX_GRAPH_ROWS})
+    return sorted({CallBounds._make(map(min, each, limits)) for each in wanted})
 
 
 def _row_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:
     """Returns shapes for kernels that read lengths: they differ in rows. Compiled engines have at most 20 in all."""
-    most = min(limits.num_rows, MAX_GRAPH_ROWS)
+    is_compiled, most = limits.num_rows < UNLIMITED.num_rows, min(limits.num_rows, MAX_GRAPH_ROWS)
     counts = [*(count for count in ROW_COUNTS if count < most), most]
-    if num_candidates and limits.num_rows < UNLIMITED.num_rows:
+    if num_candidates and is_compiled:
         counts = counts[::-3]
-    shapes = [CallBounds(count, count, count, limits.num_blocks, count, num_candidates) for count in counts]
-    prompts = [] if num_candidates else [shape for shape in shapes if shape.num_rows >= PROMPT_ROWS]
-    return shapes + [shape._replace(num_logit_rows=0) for shape in prompts]
+
+    def shapes(counts: Iterable[int]) -> list[CallBounds]:
+        return [CallBounds(count, count, count, limits.num_blocks, count, num_candidates) for count in counts]
+
+    if num_candidates:
+        return shapes(counts)
+    prompts = shapes(count for count in (*counts, *(() if is_compiled else LARGE_COUNTS)) if count >= PROMPT_ROWS)
+    mixed = [] if is_compiled else [shape for shape in prompts if shape.num_rows > MIXED_LOGIT_ROWS]
+    return [
+        *shapes(counts),
+        *(shape._replace(num_logit_rows=0) for shape in prompts),
+        *(shape._replace(num_logit_rows=MIXED_LOGIT_ROWS) for shape in mixed),
+    ]
 
 
 def _padded_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:
@@ -120,7 +134,7 @@ def _padded_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:
     ]
     longest = min(limits.max_rows, MAX_GRAPH_ROWS)
     prompts = [] if num_candidates else [CallBounds(longest, 1, longest, width, 1, 0) for width in widths]
-    return wanted + prompts
+    return [each for each in wanted if each.num_rows <= MAX_GRAPH_ROWS] + prompts
 
 
 def exact_bounds(rows: RowBatch, kv_block_size: int, num_candidates: int) -> CallBounds:

@@ -12,7 +12,16 @@ from dataclasses import dataclass
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.model import DSPARK, EAGLE3, ModelSpec
-from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS, PROMPT_ROWS, ROW_COUNTS, VERIFY_ROWS
+from faser_backend.cuda.call_shapes import (
+    FILTER_ROWS,
+    LARGE_COUNTS,
+    MAX_GRAPH_ROWS,
+    MAX_PROMPT_ROWS,
+    ROW_COUNTS,
+    UNLIMITED,
+    VERIFY_ROWS,
+    menu_shapes,
+)
 from faser_backend.manifest import ModelEngine
 from faser_backend.plugins import attention_config as attention
 
@@ -25,7 +34,7 @@ FILTER_BYTES = 60  # per row and token while top-k and top-p sort: scores, copie
 MAX_SMS = 160  # of a GPU
 MAX_PART_SUMS = 1 << 21  # of a product, see plugins.product
 # Rows of every captured call of a segment, without exit scores.
-MENU = (*ROW_COUNTS, *(count for count in ROW_COUNTS if count >= PROMPT_ROWS))
+MENU = [shape.num_rows for shape in menu_shapes(UNLIMITED, 0, is_padded=False)]
 FRAGMENT_SHARE = 0.04  # of the memory for KV blocks; allocators round up
 
 
@@ -87,8 +96,8 @@ def plan_memory(
     size = ELEMENT_BYTES[dtype]
     vocab = max(spec.vocab_size for spec in specs)
     inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_partitions
-    largest = max(MAX_GRAPH_ROWS, config.max_prefill_tokens)
-    activations = sum(_temporaries(specs, MAX_GRAPH_ROWS, size)) * num_partitions
+    largest = max(MAX_PROMPT_ROWS, config.max_prefill_tokens)
+    activations = sum(_temporaries(specs, MAX_PROMPT_ROWS, size)) * num_partitions
     chunks = max(_temporaries(specs, largest, size))
     files = (file for directory in config.adapters.values() for file in directory.glob("*.safetensors"))
     adapters = config.lora_cache_bytes + sum(file.stat().st_size for file in files)  # as halves, or wider
@@ -150,11 +159,12 @@ def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
     """
     width = math.ceil(model.spec.max_context / kv_block_size)
     per_row = 4 * width + 64
-    num_tables, num_cuts = len(model.segments), len(model.segments) - 1
+    logit_rows = sum(ROW_COUNTS)
+    all_rows = logit_rows + sum(LARGE_COUNTS)
+    num_tables, cut_rows = len(model.segments), (len(model.segments) - 1) * all_rows
     if model.spec.reads_target:
-        num_tables, num_cuts = 1, {EAGLE3: 2, DSPARK: 1}.get(model.spec.family, 0)
-    cuts = num_cuts * model.spec.hidden_size * size * sum(ROW_COUNTS)
-    return num_tables * sum(MENU) * per_row + cuts
+        num_tables, cut_rows = 1, {EAGLE3: all_rows + logit_rows, DSPARK: logit_rows}.get(model.spec.family, 0)
+    return num_tables * sum(MENU) * per_row + cut_rows * model.spec.hidden_size * size
 
 
 def _graph_nodes(model: ModelEngine) -> int:

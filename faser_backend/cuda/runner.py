@@ -32,7 +32,7 @@ from faser_backend.cuda.buffers import (
     num_columns,
     put_tables,
 )
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, UNLIMITED, CallBounds, CallMenu
+from faser_backend.cuda.call_shapes import UNLIMITED, CallBounds, CallMenu
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
@@ -96,7 +96,7 @@ class CudaRunner:
         is_padded = any(tensor.name == PADDED for segment in model.segments for tensor in segment.inputs)
         self.shapes = CallMenu(pool.kv_block_size, most, is_padded)
         # A padded call would pad every sequence to a chunk.
-        self.max_mixed_rows: int | None = 0 if is_padded else min(MAX_GRAPH_ROWS, most.num_rows)
+        self.max_mixed_rows: int | None = 0 if is_padded else max(self.shapes.menu(0)).num_rows
         self._segments = model.segments
         self._programs: Sequence[SegmentProgram] = programs
         self._device = device

@@ -119,7 +119,7 @@ class TestServing:
             monkeypatch.setattr(each.engine, "prepare", each.warm_up)
             loop = EngineLoop(each.engine)
             before = replace(each.counts)
-            assert before.num_graphs == 4 * 20 + 2 * 8 and "graphs in" in caplog.text
+            assert before.num_graphs == 4 * 30 + 2 * 8 and "graphs in" in caplog.text
             assert serve(loop, [1000, 300]) == ["length", "length"]
             assert serve(loop, [240]) == ["length"]
             loop.close()

@@ -16,6 +16,8 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cuda.call_shapes import (
     MAX_GRAPH_ROWS,
+    MAX_PROMPT_ROWS,
+    MIXED_LOGIT_ROWS,
     PROMPT_ROWS,
     ROW_COUNTS,
     UNLIMITED,
@@ -112,7 +114,7 @@ def on_some_split(seed: int, *, has_split: bool = True):
     return change
 
 
-EXPECTED = {"torch": (20, 35, 4), "tensorrt": (10, 14, 4), "tensorrt_rtx": (17, 20, 6)}  # shapes, with scores, chains
+EXPECTED = {"torch": (30, 45, 4), "tensorrt": (10, 14, 4), "tensorrt_rtx": (17, 20, 6)}  # shapes, with scores, chains
 POLICIES = ["none", "fixed:4", "goodput", "gp-lcb", "faser", "survival"]
 
 
@@ -169,7 +171,7 @@ def test_traffic_of_a_head_or_block_drafter_adds_none_to_those_captured_before(
         runner, loop = cast(Any, partition.draft), cast(Any, partition.draft_loop)
         assert type(runner) is (CudaBlockRunner if is_block else CudaHeadRunner)
         if is_known:
-            assert [len(calls) for calls in runner._calls] == [15, 20]
+            assert [len(calls) for calls in runner._calls] == [19, 30]
             assert is_block or len(loop._chains) == 4 * 2 * 2
         each.engine.close()
 
@@ -181,19 +183,20 @@ def capture_all(each: Opened) -> None:
 
 
 def test_a_menu_holds_every_call_up_to_its_largest() -> None:
-    menu = CallMenu(16, UNLIMITED._replace(num_blocks=64), is_padded=False)
-    assert len(menu.menu(0)) == 20 and len(menu.menu(4)) == len(ROW_COUNTS) == 15
-    tokens, table = np.zeros(600, np.int64), np.zeros((1, 64), np.int64)
-    for count in range(1, MAX_GRAPH_ROWS + 1):
-        for num_logits in {0, 1, count}:
+    menu = CallMenu(16, UNLIMITED._replace(num_blocks=128), is_padded=False)
+    assert len(menu.menu(0)) == 30 and len(menu.menu(4)) == len(ROW_COUNTS) == 15
+    tokens, table = np.zeros(1100, np.int64), np.zeros((1, 128), np.int64)
+    for count in range(1, MAX_PROMPT_ROWS + 1):
+        for num_logits in {0, 1, min(count, MIXED_LOGIT_ROWS), count if count <= MAX_GRAPH_ROWS else 0}:
             rows = make_rows([tokens], [7], [count], table, np.arange(num_logits))
             bounds = menu.of(rows, 0)
             assert bounds in menu.menu(0) and bounds.num_rows >= count and bounds.num_logit_rows >= num_logits
             assert bounds.num_rows < 2 * count + (count == 1)
             assert (bounds.num_logit_rows == 0) == (num_logits == 0 and bounds.num_rows >= PROMPT_ROWS)
-        assert menu.of_decode(count, 5) in menu.menu(0)
-    large = make_rows([tokens], [0], [600], table, np.zeros(0, np.int64))
-    assert menu.of(large, 0) == CallBounds(600, 1, 600, 38, 0, 0)
+            assert num_logits > MIXED_LOGIT_ROWS or bounds.num_logit_rows <= MIXED_LOGIT_ROWS
+        assert menu.of_decode(min(count, MAX_GRAPH_ROWS), 5) in menu.menu(0)
+    large = make_rows([tokens], [0], [1041], table, np.zeros(0, np.int64))
+    assert menu.of(large, 0) == CallBounds(1048, 1, 1041, 66, 0, 0)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 3, 32, 33, 1024])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS
+from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS
 from faser_backend.cuda.torch_programs import SegmentCall, TorchPrograms
 from tests.cuda.test_memory_plan import captured_bytes, planned
 from tests.engines.test_dflash import BLOCK_SIZE, CASES, MASK_ID, MAX_ERROR, Runners, largest_error, notices_faults
@@ -71,8 +71,8 @@ def test_contexts_that_go_through_the_norm_of_a_layer_are_noticed(
 
 def test_contexts_longer_than_any_graph_are_read_alike(untied: BuiltBlocks) -> None:
     """One call of more rows than are captured, and calls of some; rows without a slot and other blocks stay."""
-    num_sequences, length, width = 7, 80, 20
-    assert num_sequences * length > MAX_GRAPH_ROWS
+    num_sequences, length, width = 13, 80, 20
+    assert num_sequences * length > MAX_PROMPT_ROWS
     tables = np.random.default_rng(0).permutation(num_sequences * width + 3)[:-3].reshape(num_sequences, width)
     features, found = None, []
     for chunk in (length, 9):

@@ -13,7 +13,7 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS
+from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.cuda.torch_programs import TorchPrograms
@@ -116,11 +116,11 @@ def test_taken_states_are_copies(gqa: Built) -> None:
 def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path) -> None:
     """One call of the target and of the head without logits, with their own tensors; then one more row."""
     source = write_checkpoint(
-        tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=2 * MAX_GRAPH_ROWS
+        tmp_path / "target", num_hidden_layers=NUM_TARGET_LAYERS, max_position_embeddings=2 * MAX_PROMPT_ROWS
     )
     build_engines(source, gqa.head_dir, tmp_path / "engine", runtime="torch", kv_block_size=BLOCK_SIZE)
     found = []
-    num_tokens = MAX_GRAPH_ROWS + 5
+    num_tokens = MAX_PROMPT_ROWS + 5
     tokens = np.random.default_rng(1).integers(0, VOCAB_SIZE, num_tokens + 2)
     for chunk in (num_tokens, 100):
         table = np.arange(num_tokens // BLOCK_SIZE + 2)[None]

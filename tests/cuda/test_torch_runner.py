@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, CallBounds
+from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS, CallBounds
 from faser_backend.cuda.graphs import CallCache
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
@@ -83,15 +83,15 @@ def test_programs_are_given_every_tensor_of_the_manifest(built: tuple[ModelEngin
 
 def test_calls_of_one_bucket_are_prepared_once_and_large_ones_each_time(built: tuple[ModelEngine, Path]) -> None:
     runner, programs = spied(built[0])
-    sequence, table = [np.zeros(MAX_GRAPH_ROWS + 9, np.int64)], np.arange(140)[None] % NUM_BLOCKS
+    sequence, table = [np.zeros(MAX_PROMPT_ROWS + 9, np.int64)], np.arange(260)[None] % NUM_BLOCKS
     for count in (5, 6, 7, 8, 5):
         runner.run_segment(0, make_rows(sequence, [0], [count], table), None)
     assert len(programs[0].prepared) == 1 and programs[0].num_launches == 5
     for _ in range(2):
-        rows = make_rows(sequence, [0], [MAX_GRAPH_ROWS + 1], table)
-        assert runner.run_segment(0, rows, None).shape == (MAX_GRAPH_ROWS + 1, 32)
+        rows = make_rows(sequence, [0], [MAX_PROMPT_ROWS + 1], table)
+        assert runner.run_segment(0, rows, None).shape == (MAX_PROMPT_ROWS + 1, 32)
     assert len(programs[0].prepared) == 3
-    assert programs[0].prepared[2][1].num_rows == MAX_GRAPH_ROWS + 8
+    assert programs[0].prepared[2][1].num_rows == MAX_PROMPT_ROWS + 8
 
 
 def test_padding_changes_nothing(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
 from faser_backend.lab.gpu.kernel_cases import Shape, make_call
@@ -19,7 +20,7 @@ from faser_backend.plugins.exit_scores import BLOCK_D as SCORE_BLOCK_D
 from faser_backend.plugins.gated_silu import gated_silu_kernel
 from faser_backend.plugins.perturb_logits import BLOCK_V, perturb_logits_kernel
 from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_kernel
-from faser_backend.plugins.rotate_heads import rotate_heads_kernel
+from faser_backend.plugins.rotate_heads import HEADS, rotate_heads_kernel
 from faser_backend.plugins.split_combine import combine_splits_kernel
 from faser_backend.plugins.tensorrt_aot import Compiled, compile_kernel, without_scratch_parameters
 from tests.support.assembler import assemble
@@ -74,8 +75,8 @@ SMALL_KERNELS = {
     "rotate_heads_kernel": (
         rotate_heads_kernel,
         {"qkv": "*bf16:16", "out": "*bf16:16", **dict.fromkeys(["cos", "sin", "q_norm", "k_norm"], "*fp32:16")}
-        | {"positions": "*i64:16", "eps": "fp32", "row_stride": "i32:16", "num_heads": "i32"},
-        {"HALF": 64, "BLOCK_H": 64},
+        | {"positions": "*i64:16", "eps": "fp32", "row_stride": "i32:16", "num_heads": "i32", "num_rotated": "i32"},
+        {"HALF": 64, "BLOCK_H": 64, "HEADS": HEADS},
     ),
     "gated_silu_kernel": (
         gated_silu_kernel,
@@ -119,7 +120,9 @@ def test_attention_compiles_within_its_device(capability, variant):
     row_bytes = padded_head_dim(head_dim) * ELEMENT_BYTES[dtype]
     bound = shared_bytes(config.block_m, config.block_n, config.num_stages, row_bytes)
     assert compiled.shared_bytes <= min(bound, shared_limit(capability))
-    assert assemble(compiled)[1] <= 96
+    spilled = assemble(compiled)[1]
+    # With four warps 64 pairs spill a little, and take 0.64 of the time that eight warps need (on an H100).
+    assert spilled <= (288 if config.block_m == 64 and config.num_warps == 4 else 96)
     assert "cp.async.cg.shared.global" in compiled.ptx  # 16 bytes at once
     assert dtype == "fp32" or "cp.async.ca" not in compiled.ptx  # never fewer
     tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
@@ -164,6 +167,23 @@ def test_products_compile_within_their_device(capability, dtype, num_outputs, si
         assert ("fma" if dtype == "fp32" else "wgmma" if capability == 90 else "mma.sync") in compiled.ptx
         tiles_ahead = [int(n, 0) for n in re.findall(r"cp\.async\.wait_group\s+(\w+)", compiled.ptx)]
         assert max(tiles_ahead) >= 2 * (tile.num_stages - 2), "rows and weights are not loaded ahead"
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("tile", [product.SMALL_TILE, product.USUAL_TILE, product.WIDE_TILE])
+def test_products_of_many_rows_are_read_by_descriptors(tile, in_turn):
+    kernel, sizes = product.described_product_kernel, dict.fromkeys(("num_outputs", "size", "part_length"), "i32")
+    blocks = {"rows": (tile.block_t, tile.block_k), "weight": (tile.block_n, tile.block_k)}
+    blocks["out"], constants = (tile.block_t, tile.block_n), {**tile.blocks, "IN_TURN": in_turn}
+    described = {name: f"tensordesc<bf16[{rows}, {columns}]>" for name, (rows, columns) in blocks.items()}
+    given = {"bias": "*bf16", **sizes, **described}
+    source = ASTSource(kernel, {name: given.get(name, "constexpr") for name in kernel.arg_names}, constants)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "ptx_version": 84}
+    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert built.metadata.shared <= shared_limit(90) and "wgmma" in built.asm["ptx"]
+    assert built.asm["ptx"].count("cp.async.bulk.tensor.2d.shared") >= 2 * (tile.num_stages - 1)
+    compiled = Compiled(built.metadata.name, (), built.asm["ptx"], built.metadata.shared, tile.num_warps, 90)
+    assert assemble(compiled)[1] <= (208 if in_turn and tile is product.WIDE_TILE else 0), "spilled"
 
 
 @pytest.mark.parametrize("name", OPTIONAL)

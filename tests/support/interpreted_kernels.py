@@ -410,17 +410,21 @@ def test_products(dtype, num_rows, num_outputs, size, has_bias):
 
 
 def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
-    """Also in any order of programs."""
+    """Also in any order of programs, and read by descriptors where these can have the rows."""
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", ascending_dot)
     torch.manual_seed(4)
-    rows, weight, found = torch.randn(300, 1100), torch.randn(65, 1100), []
-    for num_rows in (300, 70, 33, 16, 5, 1):
-        found.append(torch.full((num_rows, 65), NAN))
-        PRODUCT(rows[:num_rows], weight, None, found[-1])
+    given, weight, bias, found = torch.randn(300, 1104).half(), torch.randn(72, 1104).half(), torch.randn(72).half(), []
+    unaligned, described = torch.empty(300, 1105).half()[:, :1104].copy_(given), []
+    describe = products.can_describe
+    monkeypatch.setattr(products, "can_describe", lambda *each: described.append(describe(*each)) or described[-1])
+    for rows, num_rows in ((given, 300), (unaligned, 300), *((given, count) for count in (193, 70, 33, 16, 5, 1))):
+        found.append(torch.full((num_rows, 72), NAN))
+        PRODUCT(rows[:num_rows], weight, bias, found[-1])
         shuffle(monkeypatch, num_rows)
-    assert products.parts_of(65, 1100) == (2, 640) and all(torch.equal(each, found[0][: len(each)]) for each in found)
+    assert products.parts_of(72, 1104) == (2, 640) and described == [True, False, True]
+    assert all(torch.equal(each, found[0][: len(each)]) for each in found)
     monkeypatch.setattr(products, "parts_of", lambda *_: (1, 1152))
-    PRODUCT(rows[:1], weight, None, found[-1])
+    PRODUCT(given[:1], weight, bias, found[-1])
     assert not torch.equal(found[-1], found[0][:1]), "the control, whose parts show"
 
 
