@@ -263,6 +263,6 @@ class MatrixProduct:
 
 
 def can_describe(*tensors: torch.Tensor) -> bool:
-    """Tells whether descriptors can have the tensors, of halves or an output of floats."""
+    """Tells whether descriptors can have the tensors: aligned halves, as tiles of floats exceed the shared memory."""
     alignments = (tensor.data_ptr() | tensor.stride(0) * tensor.itemsize for tensor in tensors)
-    return tensors[0].itemsize == 2 and not any(each % DESCRIPTOR_BYTES for each in alignments)
+    return all(each.itemsize == 2 for each in tensors) and not any(each % DESCRIPTOR_BYTES for each in alignments)

@@ -418,7 +418,7 @@ def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
     describe = products.can_describe
     monkeypatch.setattr(products, "can_describe", lambda *each: described.append(describe(*each)) or described[-1])
     for rows, num_rows in ((given, 300), (unaligned, 300), *((given, count) for count in (193, 70, 33, 16, 5, 1))):
-        found.append(torch.full((num_rows, 72), NAN))
+        found.append(torch.full((num_rows, 72), NAN).half())
         PRODUCT(rows[:num_rows], weight, bias, found[-1])
         shuffle(monkeypatch, num_rows)
     assert products.parts_of(72, 1104) == (2, 640) and described == [True, False, True]
@@ -426,6 +426,8 @@ def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
     monkeypatch.setattr(products, "parts_of", lambda *_: (1, 1152))
     PRODUCT(given[:1], weight, bias, found[-1])
     assert not torch.equal(found[-1], found[0][:1]), "the control, whose parts show"
+    PRODUCT(given, weight, bias, torch.empty(300, 72))
+    assert described[-1] is False, "an output of floats"
 
 
 # -- temperature and noise ---------------------------------------------------------------------------------------------
