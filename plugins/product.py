@@ -160,19 +160,6 @@ def product_kernel(
     tl.store(out + elements, sums.to(out.dtype.element_ty), mask=is_element)
 
 
-@triton.jit
-def sum_described(
-    rows, weight, first_row, first_output, start, end,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Returns the sums [BLOCK_T, BLOCK_N] of products `start` to `end`, in ascending order."""
-    sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for first in range(start, end, BLOCK_K):
-        right = weight.load([first_output, first])
-        sums = tl.dot(rows.load([first_row, first]), right.T, sums, input_precision="ieee")
-    return sums
-
-
 @triton.jit(do_not_specialize=["size", "part_length"])
 def described_product_kernel(
     rows,  # descriptors of [T, size] in [BLOCK_T, BLOCK_K]; what lies outside is zero
@@ -185,17 +172,16 @@ def described_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    IN_TURN: tl.constexpr,  # there is more than one part
 ):
-    """Adds all parts, as product_kernel does. Grid: (T / BLOCK_T, num_outputs / BLOCK_N), rounded up."""
+    """Adds all parts in turn, as product_kernel does. Grid: (T / BLOCK_T, num_outputs / BLOCK_N), rounded up."""
     first_row, first_output = tl.program_id(0) * BLOCK_T, tl.program_id(1) * BLOCK_N
-    if IN_TURN:
-        sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-        for start in range(0, size, part_length):
-            end = tl.minimum(start + part_length, size)
-            sums += sum_described(rows, weight, first_row, first_output, start, end, BLOCK_N, BLOCK_T, BLOCK_K)
-    else:
-        sums = sum_described(rows, weight, first_row, first_output, 0, size, BLOCK_N, BLOCK_T, BLOCK_K)
+    sums = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for start in range(0, size, part_length):  # also of one part: without this loop the products would not overlap
+        part = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+        for first in range(start, tl.minimum(start + part_length, size), BLOCK_K):
+            right = weight.load([first_output, first])
+            part = tl.dot(rows.load([first_row, first]), right.T, part, input_precision="ieee")
+        sums += part
     if bias is not None:
         output = first_output + tl.arange(0, BLOCK_N)
         sums += tl.load(bias + output, mask=output < num_outputs, other=0.0).to(tl.float32)[None, :]
@@ -244,7 +230,6 @@ class MatrixProduct:
                 *(bias, num_outputs, size, length),
                 TensorDescriptor.from_tensor(out, [tile.block_t, tile.block_n]),
                 **tile.blocks,
-                IN_TURN=num_parts > 1,
                 num_warps=tile.num_warps,
                 num_stages=tile.num_stages,
             )

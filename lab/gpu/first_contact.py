@@ -31,6 +31,7 @@ from faser_backend.triton.engine_host import EngineHost
 
 FIRST_PROMPT = 1000  # tokens
 NUM_ANSWER_TOKENS = 64
+NUM_ANSWERS = 48  # after the first; half of them are sampled
 ANSWER_S = 120.0
 STEP_ROWS = (1, 8, 64)
 
@@ -65,7 +66,7 @@ def run(context: Context) -> Result:
         answers: dict[str, dict[str, list[int]]] = {}
         for name, config in _configs(context).items():
             directory = head_dir if name.startswith("head") else engine_dir
-            check(f"served, {name}", partial(_serve, directory, name, config, answers, found))
+            check(f"served, {name}", partial(_serve, context, directory, name, config, answers, found))
         check("answers of all are those of plain decoding", lambda: _compare(answers))
         check("steps beside their floors", lambda: _time_steps(context, stack, found))
     return found
@@ -108,11 +109,12 @@ def _failed_capture() -> None:
 
 
 def _configs(context: Context) -> dict[str, EngineConfig]:
-    limits = {"max_num_seqs": 4, "num_kv_blocks": 320}
+    limits = {"max_num_seqs": 4 if context.is_tiny else 32, "num_kv_blocks": 1200}
     modes = ("serial", "ping_pong") if context.is_tiny else ("serial", "ping_pong", "run_ahead")
     options = {mode: {"policy": "fixed:4", "pipeline": mode, "early_exit": "off"} for mode in modes}
-    options = {"plain": {"policy": "none"}} | options | {"head": {"policy": "fixed:4"}}
-    return {name: EngineConfig.from_options(**limits, **own) for name, own in options.items()}
+    plain: dict[str, dict[str, Any]] = {"plain": {"policy": "none"}, "alone": {"policy": "none", "max_num_seqs": 1}}
+    options = plain | options | {"head": {"policy": "fixed:4"}}
+    return {name: EngineConfig.from_options(**limits | own) for name, own in options.items()}
 
 
 class _Silent:
@@ -122,16 +124,22 @@ class _Silent:
     def observe(self, output: Any, num_output_tokens: int) -> None: ...
 
 
-def _serve(
-    engine_dir: Path, name: str, config: EngineConfig, answers: dict[str, dict[str, list[int]]], found: Result
+def _serve(  # noqa: PLR0917
+    context: Context,
+    engine_dir: Path,
+    name: str,
+    config: EngineConfig,
+    answers: dict[str, dict[str, list[int]]],
+    found: Result,
 ) -> None:
-    """Serves the long prompt alone, then four at once, on the serving thread."""
+    """Serves the long prompt alone, then others at once, on the serving thread."""
     start = time.monotonic()
     reporter: Any = _Silent()
     with closing(EngineHost(ServingOptions(engine_dir=engine_dir), config, reporter)) as host:
         ready_s, engine = time.monotonic() - start, host.loop.engine
         graphs = engine.metrics().num_graphs
-        written = _answers(host, [FIRST_PROMPT]) | _answers(host, [240, 60, 8, 33])
+        others = np.random.default_rng(0).integers(1, 300, NUM_ANSWERS if context.is_cuda else 4)
+        written = _answers(host, [FIRST_PROMPT]) | _answers(host, others.tolist())
         metrics = engine.metrics()
         found["engines"].append(
             {
@@ -153,10 +161,12 @@ def _serve(
 def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
     hub, ended = host.loop.subscribe(), 0
     rng = np.random.default_rng(len(lengths))
-    written: dict[str, list[int]] = {f"{length} tokens": [] for length in lengths}
-    for length in lengths:
+    names = [f"{index}: {length} tokens" for index, length in enumerate(lengths)]
+    written: dict[str, list[int]] = {name: [] for name in names}
+    for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
         prompt = rng.integers(0, host.handshake.model.limits.vocab_size, length)
-        hub.submit(Request(f"{length} tokens", prompt, NUM_ANSWER_TOKENS, Sampling()), "")
+        sampling = Sampling(temperature=0.8 * (index % 2), seed=index)
+        hub.submit(Request(name, prompt, NUM_ANSWER_TOKENS, sampling), "")
     while ended < len(lengths):
         outputs = hub.outputs.get(timeout=ANSWER_S)
         assert outputs is not None, "the engine ended"
