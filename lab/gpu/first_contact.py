@@ -65,8 +65,9 @@ def run(context: Context) -> Result:
         check("engine with a draft head built", lambda: build(head, head_dir))
         answers: dict[str, dict[str, list[int]]] = {}
         for name, config in _configs(context).items():
-            directory = head_dir if name.startswith("head") else engine_dir
-            check(f"served, {name}", partial(_serve, context, directory, name, config, answers, found))
+            directory, row = head_dir if name == "head" else engine_dir, {"pipeline": name}
+            found["engines"].append(row)
+            check(f"served, {name}", partial(_serve, context, directory, config, answers.setdefault(name, {}), row))
         check("answers of all are those of plain decoding", lambda: _compare(answers))
         check("steps beside their floors", lambda: _time_steps(context, stack, found))
     return found
@@ -124,13 +125,8 @@ class _Silent:
     def observe(self, output: Any, num_output_tokens: int) -> None: ...
 
 
-def _serve(  # noqa: PLR0917
-    context: Context,
-    engine_dir: Path,
-    name: str,
-    config: EngineConfig,
-    answers: dict[str, dict[str, list[int]]],
-    found: Result,
+def _serve(
+    context: Context, engine_dir: Path, config: EngineConfig, written: dict[str, list[int]], row: Result
 ) -> None:
     """Serves the long prompt alone, then others at once, on the serving thread."""
     start = time.monotonic()
@@ -139,31 +135,26 @@ def _serve(  # noqa: PLR0917
         ready_s, engine = time.monotonic() - start, host.loop.engine
         graphs = engine.metrics().num_graphs
         others = np.random.default_rng(0).integers(1, 300, NUM_ANSWERS if context.is_cuda else 4)
-        written = _answers(host, [FIRST_PROMPT]) | _answers(host, others.tolist())
+        _answer(host, [FIRST_PROMPT], written)
+        _answer(host, others.tolist(), written)
         metrics = engine.metrics()
-        found["engines"].append(
-            {
-                "pipeline": name,
-                "ready_s": round(ready_s, 2),
-                "graphs": graphs,
-                "graphs_by_traffic": metrics.num_graphs - graphs,
-                "drafted": metrics.num_drafted,
-                "accepted": metrics.num_accepted,
-                "failed_captures": metrics.num_failed_captures,
-                "failed_steps": metrics.num_failed_steps,
-            }
-        )
-    answers[name] = written
+        row |= {
+            "ready_s": round(ready_s, 2),
+            "graphs": graphs,
+            "graphs_by_traffic": metrics.num_graphs - graphs,
+            "drafted": metrics.num_drafted,
+            "accepted": metrics.num_accepted,
+            "failed_captures": metrics.num_failed_captures,
+            "failed_steps": metrics.num_failed_steps,
+        }
     assert metrics.num_graphs == graphs, f"traffic captured {metrics.num_graphs - graphs} graphs"
     assert not metrics.num_failed_captures and not metrics.num_failed_steps, "captures or steps failed"
 
 
-def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
-    hub, ended = host.loop.subscribe(), 0
-    rng = np.random.default_rng(len(lengths))
-    names = [f"{index}: {length} tokens" for index, length in enumerate(lengths)]
-    written: dict[str, list[int]] = {name: [] for name in names}
-    for index, (name, length) in enumerate(zip(names, lengths, strict=True)):
+def _answer(host: EngineHost, lengths: list[int], written: dict[str, list[int]]) -> None:
+    hub, ended, rng = host.loop.subscribe(), 0, np.random.default_rng(len(lengths))
+    for index, length in enumerate(lengths):
+        written[name := f"{index}: {length} tokens"] = []
         prompt = rng.integers(0, host.handshake.model.limits.vocab_size, length)
         sampling = Sampling(temperature=0.8 * (index % 2), seed=index)
         hub.submit(Request(name, prompt, NUM_ANSWER_TOKENS, sampling), "")
@@ -175,7 +166,6 @@ def _answers(host: EngineHost, lengths: list[int]) -> dict[str, list[int]]:
             written[output.request_id] += output.token_ids
             ended += output.is_final
     hub.close()
-    return written
 
 
 def _compare(answers: dict[str, dict[str, list[int]]]) -> None:
