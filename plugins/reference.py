@@ -6,6 +6,7 @@ Kernels are tested against these. Launchers run them for tensors that are not on
 
 from __future__ import annotations
 
+import ctypes
 from itertools import pairwise
 
 import torch
@@ -57,6 +58,21 @@ def product(rows, weight, bias, out) -> None:
 def exit_scores(hidden, head, candidates, out) -> None:
     """Computes out[t, c] = hidden[t] . head[candidates[t, c]], summed in float32."""
     out.copy_(torch.einsum("td,tcd->tc", hidden.float(), head[candidates].float()))
+
+
+def add_adapters(rows, adapters, first_entry, widths, out) -> None:
+    """Adds (x @ a) @ b to rows of out with an adapter: its table and matrices are memory of the host."""
+    for table in set(adapters.tolist()) - {0}:
+        rank, *addresses = (ctypes.c_int64 * (1 + 2 * (first_entry + len(widths)))).from_address(table)
+        chosen = adapters == table
+        for entry, part in enumerate(out.split(list(widths), dim=1), first_entry):
+            if addresses[2 * entry]:
+                a, b = (
+                    torch.frombuffer((ctypes.c_uint16 * (rank * size)).from_address(address), dtype=torch.float16)
+                    for address, size in zip(addresses[2 * entry :], (rows.shape[1], part.shape[1]), strict=False)
+                )
+                lowered = rows[chosen].float() @ a.view(rank, -1).float().T
+                part[chosen] = torch.addmm(part[chosen].float(), lowered, b.view(rank, -1).float()).to(out.dtype)
 
 
 # Row kernels of a decoder layer. All arithmetic is float32, rounded once to the type of `out`.

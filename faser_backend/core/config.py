@@ -20,6 +20,7 @@ from faser_backend.core.errors import ConfigError
 # those of `fixed:4` at 0.58x or more.
 DEFAULT_POLICY = "faser"
 MAX_NUM_SEQS = 1024
+MAX_LORA_RANK = 1024
 SPECULATION, CAPACITY = "Speculation", "Capacity"  # sections of help
 DraftSource = Literal["auto", "model", "ngram", "model+ngram"]
 
@@ -120,7 +121,7 @@ class EngineConfig(OptionTable):
         "auto", "Choose how drafting overlaps verification; auto follows the policy.", SPECULATION
     )
     lora: NamedDirectories = option([], "Serve the LoRA adapter in DIR as NAME; repeatable.", values="NAME=DIR")
-    max_lora_rank: int = Field(default=64, ge=1, le=1024)  # adapters of a higher rank are refused
+    max_lora_rank: int = Field(default=64, ge=1, le=MAX_LORA_RANK)  # adapters of a higher rank are refused
     # Memory of adapters that requests send; 0 refuses them.
     lora_cache_bytes: int = option(1 << 30, Option(parameter="lora_cache_host_memory_bytes"), ge=0)
     max_num_seqs: int = option(32, "Decode at most this many requests together.", CAPACITY, ge=1, le=MAX_NUM_SEQS)

@@ -25,7 +25,7 @@ TABLE_WIDTH = TensorSpec(WIDTH, "int32", (1,))
 FEATURES = "features"  # the target's hidden states that a draft head reads, in the target's pool
 FEATURE_ROWS = "aux_hidden"  # one layer's rows of them, an input or output of a compiled engine
 PADDED = "pad_idx"  # an input of segments that pad every sequence to the longest
-ADAPTERS = TensorSpec("adapters", "int64", ("T",))  # each row's index of CallBounds.adapters, or -1
+ADAPTERS = TensorSpec("adapters", "int64", ("T",))  # addresses of rows' tables, see plugins.add_adapters
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
@@ -117,9 +117,9 @@ def fill_inputs(
     _put(inputs, "logit_rows", rows.logit_rows, 0)
     if candidates is not None:
         _put(inputs, "exit_candidates", candidates, 0)
-    if bounds.adapters:
-        indices = {adapter: index for index, adapter in enumerate(bounds.adapters)}
-        _put(inputs, ADAPTERS.name, np.array([indices.get(each, -1) for each in rows.adapters])[sequence], -1)
+    if bounds.has_adapters:
+        tables = np.array([each.table.data_ptr() if each else 0 for each in rows.adapters])
+        _put(inputs, ADAPTERS.name, tables[sequence], 0)
     if PADDED in inputs:
         columns = np.arange(bounds.max_rows)
         padded = np.minimum(rows.cu_rows[:-1, None] + columns, rows.cu_rows[1:, None] - 1)

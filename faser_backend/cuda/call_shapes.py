@@ -13,7 +13,7 @@ from functools import cache
 from itertools import product
 from math import isqrt
 from operator import le
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from faser_backend.core.batch import RowBatch
 
@@ -43,7 +43,7 @@ class CallBounds(NamedTuple):
     num_blocks: int  # MB, columns of the block table, rounded up
     num_logit_rows: int  # R, rounded up; 0 = none wanted
     num_candidates: int  # C; 0 = no exit scores
-    adapters: Any = ()  # tuple of the AdapterTensors of rows
+    has_adapters: bool = False  # rows may have adapters
 
 
 UNLIMITED = CallBounds(*[1 << 30] * 6)
@@ -74,7 +74,7 @@ class CallMenu:
         return shape in self.menu(shape.num_candidates)
 
     def menu(self, num_candidates: int) -> list[CallBounds]:
-        """Returns every shape that is captured, in ascending order."""
+        """Returns every shape without adapters that is captured, in ascending order."""
         return menu_shapes(self.limits, num_candidates, self.is_padded)
 
     def _shape(self, needed: CallBounds) -> CallBounds:

@@ -18,7 +18,7 @@ from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.cuda.segment import Launch
 
 _log = logging.getLogger(__name__)
-MAX_GRAPHS = 64  # per segment or draft loop; menus have fewer shapes
+MAX_GRAPHS = 96  # per segment or draft loop; menus have fewer shapes
 
 # While a stream is being captured, nothing may synchronise the whole device. The first allocations of another capture
 # can do that, so captures run one at a time.

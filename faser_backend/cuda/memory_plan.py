@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from faser_backend.core.config import EngineConfig
+from faser_backend.core.config import MAX_LORA_RANK, EngineConfig
 from faser_backend.core.model import DSPARK, EAGLE3, ModelSpec
 from faser_backend.cuda.call_shapes import (
     FILTER_ROWS,
@@ -26,7 +26,7 @@ from faser_backend.manifest import ModelEngine
 from faser_backend.plugins import attention_config as attention
 
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-NODES_PER_LAYER = 10  # nodes of a graph; more with biases and split contexts
+NODES_PER_LAYER = 10  # nodes of a graph; more with biases, split contexts and adapters
 NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
 GRAPH_NODE_BYTES = 16 << 10  # allowance for CUDA's device memory per node
@@ -95,17 +95,20 @@ def plan_memory(
     specs = [model.spec for model in models]
     size = ELEMENT_BYTES[dtype]
     vocab = max(spec.vocab_size for spec in specs)
-    inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_partitions
+    num_menus = num_partitions * (1 + bool(config.adapters))  # calls with adapters are captured apart
+    inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_menus
     largest = max(MAX_PROMPT_ROWS, config.max_prefill_tokens)
     activations = sum(_temporaries(specs, MAX_PROMPT_ROWS, size)) * num_partitions
     chunks = max(_temporaries(specs, largest, size))
     files = (file for directory in config.adapters.values() for file in directory.glob("*.safetensors"))
     adapters = config.lora_cache_bytes + sum(file.stat().st_size for file in files)  # as halves, or wider
+    if config.adapters:
+        adapters += 3 * largest * MAX_LORA_RANK * 4  # of q, k and v at once, see plugins.add_adapters
     if compiled_bytes is not None:
         activations, chunks, adapters = compiled_bytes, 0, 0
     chained = [spec for spec in specs[1:] if not spec.block_size]
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, config.max_num_seqs)
-    nodes *= num_partitions
+    nodes *= num_menus
     sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
     lines = (
         PlanLine("weights", unloaded_bytes),
@@ -113,7 +116,7 @@ def plan_memory(
         PlanLine("inputs of captured calls", inputs),
         PlanLine("temporaries of captured calls", activations),
         PlanLine("temporaries of calls without graphs", chunks),
-        PlanLine("adapters", adapters * size // 2),
+        PlanLine("adapters", adapters),
         PlanLine("scores, and top-k and top-p of some rows at once", len(models) * sampler_bytes),
         PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
     )

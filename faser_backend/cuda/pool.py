@@ -66,7 +66,8 @@ class CudaKvPool:
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
-        self.logits = LogitsBuffer(device)  # runners that share a pool share this
+        self.logits = LogitsBuffer(device)  # runners that share a pool share this, and the next
+        self.captures_adapters = False  # calls with adapters are captured too
         self.kv_block_size = kv_block_size
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
         try:

@@ -150,6 +150,8 @@ class CudaRunner:
         for index in range(self.num_segments):
             counts = [0, num_candidates] if num_candidates and index in self.exits else [0]
             known = [bounds for count in counts for bounds in self.shapes.menu(count)]
+            if self.pool.captures_adapters:
+                known += [bounds._replace(has_adapters=True) for bounds in known]
             for bounds in dict.fromkeys(self.bounds_of(index, bounds) for bounds in known):
                 call = self._calls[index][bounds]
                 call.inputs.fill_idle()
@@ -215,11 +217,12 @@ class CudaRunner:
         num_candidates = 0 if candidates is None else candidates.shape[1]
         shape = self.shapes.of(rows, num_candidates)
         bounds = self.bounds_of(segment, shape)
-        if any(rows.adapters):
-            bounds = bounds._replace(adapters=tuple(set(filter(None, rows.adapters))))
-        if self.shapes.holds(shape) and not bounds.adapters:
+        adapters = set(filter(None, rows.adapters))
+        if adapters:
+            bounds = bounds._replace(has_adapters=True)
+        if self.shapes.holds(shape) and (self.pool.captures_adapters or not adapters):
             call = self._calls[segment][bounds]
-        else:  # as a large prompt chunk; or a graph would keep adapters that have been replaced
+        else:  # as a large prompt chunk
             call = self._open_call(segment, bounds, is_kept=False)
         block_size, inputs = self.pool.kv_block_size, call.inputs
         used = inputs.block[: inputs.num_bytes(rows.num_sequences, num_columns(rows, block_size))]
@@ -229,8 +232,9 @@ class CudaRunner:
             if hidden.data_ptr() != call.hidden.data_ptr():  # equal if no row was pruned after the segment before
                 call.hidden[: rows.num_rows].copy_(hidden, non_blocking=True)
         call.launch()
-        for adapter in bounds.adapters if self._device.type == "cuda" else ():
-            adapter.memory.record_stream(torch.cuda.current_stream())  # no one else gets it before the call has run
+        for adapter in adapters if self._device.type == "cuda" else ():
+            for tensor in (adapter.memory, adapter.table):  # no one else gets them before the call has run
+                tensor.record_stream(torch.cuda.current_stream())
         return call
 
     def _open_call(self, index: int, bounds: CallBounds, *, is_kept: bool) -> _Call:
@@ -245,7 +249,7 @@ class CudaRunner:
 
     def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
         filled = filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
-        return [*filled, ADAPTERS] if bounds.adapters else filled
+        return [*filled, ADAPTERS] if bounds.has_adapters else filled
 
     @property
     def _decode_segments(self) -> Sequence[int]:
@@ -272,12 +276,17 @@ class CudaRunner:
 
 
 class CudaAdaptableRunner(CudaRunner):
-    """Runs a decoder of runtime torch; a core.adapter.AdaptableRunner. Calls with adapters are not captured."""
+    """Runs a decoder of runtime torch; a core.adapter.AdaptableRunner.
+
+    Calls with adapters are captured if there is one before the menu is.
+    """
 
     def store_adapter(self, matrices: AdapterMatrices) -> AdapterTensors:
         """See AdaptableRunner."""
-        _log.warning("steps with LoRA adapters run without CUDA graphs")
-        return AdapterTensors(matrices, self.pool.storage.dtype, self._device)
+        if not self.pool.captures_adapters and any(self._calls):
+            _log.warning("steps with LoRA adapters run without CUDA graphs: start with --lora to capture them")
+        self.pool.captures_adapters |= not any(self._calls)
+        return AdapterTensors(matrices, self.spec.num_layers, self._device)
 
 
 class CudaBlockRunner(CudaRunner):

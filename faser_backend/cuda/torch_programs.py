@@ -13,19 +13,20 @@ blocks. On CPU tensors the kernels' references run, so all of this is tested wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch.nn import functional
 
-from faser_backend.core.adapter import module_shapes
+from faser_backend.core.adapter import ADAPTED, module_shapes
 from faser_backend.cuda.buffers import ADAPTERS, FEATURES
 from faser_backend.cuda.call_shapes import PROMPT_ROWS, VERIFY_ROWS, CallBounds
 from faser_backend.cuda.pool import pool_slots, write_kv
 from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.cuda.torch_weights import HeadTensors, ModelTensors, load_head, load_weights
 from faser_backend.manifest import FileSpec, ModelEngine, ModelSpec, SegmentSpec
+from faser_backend.plugins.add_adapters import add_adapters
 from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import choose_num_splits, count_parts, launch_config
 from faser_backend.plugins.exit_scores import exit_scores
@@ -138,28 +139,25 @@ class SegmentCall:
         if wanted_rows is not None:
             attended, hidden = attended.index_select(0, wanted_rows), hidden.index_select(0, wanted_rows)
         found = self.product(attended, weights.attention_out, weights.attention_out_bias)
-        self._adapt(layer, ["attention_out"], attended, found, wanted_rows)
+        self._adapt(layer, ("attention_out",), attended, found, wanted_rows)
         hidden, normed = self.norm(hidden, found, weights.mlp_norm)
         gate_up = self.product(normed, weights.gate_up, weights.gate_up_bias)
-        self._adapt(layer, ["gate", "up"], normed, gate_up, wanted_rows)
+        self._adapt(layer, ("gate", "up"), normed, gate_up, wanted_rows)
         gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
         gated_silu(gate_up, gated)
         found = self.product(gated, weights.down, weights.down_bias)
-        self._adapt(layer, ["down"], gated, found, wanted_rows)
+        self._adapt(layer, ("down",), gated, found, wanted_rows)
         return hidden, found
 
     def _adapt(
-        self, layer: int, names: Iterable[str], rows: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor | None
+        self, layer: int, names: Sequence[str], rows: torch.Tensor, found: torch.Tensor, wanted: torch.Tensor | None
     ) -> None:
         """Adds the adapters of rows, all or those in `wanted`, to found, their products with matrices side by side."""
-        for index, adapter in enumerate(self.bounds.adapters):
-            has_it = self.tensors[ADAPTERS.name][:, None] == index
-            has_it = has_it if wanted is None else has_it.index_select(0, wanted)
-            parts = found.split([module_shapes(self.model)[name][1] for name in names], dim=1)
-            for name, part in zip(names, parts, strict=True):
-                if pair := adapter.pairs.get((layer, name)):
-                    chosen = torch.where(has_it, self.product(rows, pair[0]), 0.0)
-                    part.add_(self.product(chosen, pair[1], out=chosen.new_empty(part.shape, dtype=torch.float32)))
+        if self.bounds.has_adapters:
+            adapters, shapes = self.tensors[ADAPTERS.name], module_shapes(self.model)
+            adapters = adapters if wanted is None else adapters.index_select(0, wanted)
+            first_entry = layer * len(ADAPTED) + ADAPTED.index(names[0])
+            add_adapters(rows, adapters, first_entry, [shapes[name][1] for name in names], found)
 
     def _qkv(self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, Rotated]:
         """Returns the layer's input, hidden + found, and its rotated queries, keys and values."""
@@ -179,7 +177,7 @@ class SegmentCall:
         weights, num_outputs = self.weights.layers[layer], (num_heads + 2 * num_kv) * self.model.head_dim
         bias = None if weights.qkv_bias is None else weights.qkv_bias[-num_outputs:]
         qkv = self.product(normed, weights.qkv[-num_outputs:], bias)
-        self._adapt(layer, "qkv", normed, qkv, None)
+        self._adapt(layer, ("q", "k", "v"), normed, qkv, None)
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
         rotate_heads(

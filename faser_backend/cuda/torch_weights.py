@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from faser_backend.core.adapter import AdapterMatrices
+from faser_backend.core.adapter import ADAPTED, AdapterMatrices
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import rotary_tables
 from faser_backend.cuda.pool import DTYPES
@@ -69,13 +69,17 @@ def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) 
 
 
 class AdapterTensors:
-    """An adapter on a device. pairs: transposes of AdapterMatrices in the engine's dtype, views of `memory`."""
+    """An adapter on a device: its matrices, and the table of their addresses that plugins.add_adapters reads."""
 
-    def __init__(self, matrices: AdapterMatrices, dtype: torch.dtype, device: torch.device) -> None:
-        parts = [torch.from_numpy(part.T) for pair in matrices.values() for part in pair]
-        self.memory = torch.cat([part.flatten() for part in parts]).to(device, dtype)
-        views = iter(self.memory.split([part.numel() for part in parts]))
-        self.pairs = {key: [next(views).view(part.shape[::-1]) for part in pair] for key, pair in matrices.items()}
+    def __init__(self, matrices: AdapterMatrices, num_layers: int, device: torch.device) -> None:
+        parts = [part for a, b in matrices.values() for part in (a.T, b)]
+        padded = [np.pad(part.reshape(-1), (0, -part.size % 8)) for part in parts]  # 16 bytes are read at once
+        self.memory = torch.from_numpy(np.concatenate(padded)).to(device)
+        starts = np.cumsum([0, *(part.nbytes for part in padded)])[:-1].reshape(-1, 2)
+        table = np.zeros((num_layers, len(ADAPTED), 2), np.int64)
+        for (layer, name), pair in zip(matrices, starts, strict=True):
+            table[layer, ADAPTED.index(name)] = self.memory.data_ptr() + pair
+        self.table = torch.from_numpy(np.append(parts[0].shape[0], table)).to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

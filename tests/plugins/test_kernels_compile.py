@@ -10,7 +10,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
+from faser_backend.core.config import MAX_LORA_RANK
 from faser_backend.lab.gpu.kernel_cases import Shape, make_call
+from faser_backend.plugins import add_adapters as adapters
 from faser_backend.plugins import product, split_combine
 from faser_backend.plugins import pruned_chunk_attention as attention
 from faser_backend.plugins.add_rms_norm import add_rms_norm_kernel, num_warps
@@ -82,6 +84,18 @@ SMALL_KERNELS = {
         gated_silu_kernel,
         {"gate_up": "*bf16:16", "size": "i32:16", "out": "*bf16:16"},
         {"BLOCK": 1024},
+    ),
+    "lower_rows_kernel": (
+        adapters.lower_rows_kernel,
+        {"rows": "*bf16:16", "row_stride": "i32:16", "adapters": "*i64:16", "first_entry": "i32", "size": "i32:16"}
+        | {"lowered": "*fp32:16"},
+        {"MAX_RANK": MAX_LORA_RANK, "BLOCK_RANK": adapters.BLOCK_RANK, "BLOCK_IN": adapters.BLOCK_IN},
+    ),
+    "raise_rows_kernel": (
+        adapters.raise_rows_kernel,
+        {"lowered": "*fp32:16", "adapters": "*i64:16", "first_entry": "i32", "out": "*bf16:16"}
+        | dict.fromkeys(("first_width", "other_width", "out_stride"), "i32:16"),
+        {"MAX_RANK": MAX_LORA_RANK, "BLOCK_RANK": adapters.BLOCK_RANK, "BLOCK_OUT": adapters.BLOCK_OUT},
     ),
     "perturb_logits_kernel": (
         perturb_logits_kernel,

@@ -20,6 +20,7 @@ from faser_backend.lab.gpu.kernel_cases import NAN, SENTINEL, Call, Shape, make_
 from faser_backend.plugins import attention_tiles, reference
 from faser_backend.plugins import product as products
 from faser_backend.plugins import pruned_chunk_attention as attention
+from faser_backend.plugins.add_adapters import add_adapters
 from faser_backend.plugins.add_rms_norm import add_rms_norm
 from faser_backend.plugins.attention_config import LaunchConfig
 from faser_backend.plugins.exit_scores import exit_scores
@@ -428,6 +429,29 @@ def test_rows_of_products_have_the_same_bits_in_every_call(monkeypatch):
     assert not torch.equal(found[-1], found[0][:1]), "the control, whose parts show"
     PRODUCT(given, weight, bias, torch.empty(300, 72))
     assert described[-1] is False, "an output of floats"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("rank", "size", "widths"), [(1, 5, [3]), (17, 600, [40, 7, 7]), (70, 33, [300, 300])])
+def test_a_row_with_an_adapter_has_the_bits_of_itself_alone(dtype, rank, size, widths):
+    torch.manual_seed(3)
+    sizes = [each for width in widths for each in (size, width)]
+    matrices = [[torch.randn(rank * each).half() * each**-0.5 for each in sizes] for _ in range(2)]
+    addresses = [[part.data_ptr() for part in parts] for parts in matrices]
+    addresses[1][-2:] = 0, 0  # no such matrix
+    tables = [torch.tensor([rank, 0, 0, *each]) for each in addresses]
+    adapters = torch.tensor([table.data_ptr() for table in (*tables, tables[0])] + [0])
+    rows, before = torch.randn(4, size).to(dtype), torch.randn(4, sum(widths)).to(dtype)
+    out, wanted = before.clone(), before.clone()
+    add_adapters(rows, adapters, 1, widths, out)
+    reference.add_adapters(rows, adapters, 1, widths, wanted)
+    close(out, wanted)
+    assert torch.equal(out[3], before[3]) and (wanted - before)[[0, 2]].abs().amax(1).min() > 0.05
+    assert torch.equal(out[1, -widths[-1] :], before[1, -widths[-1] :])
+    for row in range(4):
+        alone = before[[row]]
+        add_adapters(rows[[row]], adapters[[row]], 1, widths, alone)
+        assert torch.equal(alone[0], out[row])
 
 
 # -- temperature and noise ---------------------------------------------------------------------------------------------
