@@ -9,6 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from faser_backend.core.adapter import module_shapes
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
@@ -145,6 +146,35 @@ def test_traffic_of_no_policy_adds_a_shape_to_those_captured_before(
             assert isinstance(loop, TorchDraftLoop)
             assert len(loop._chains) == len(loop._steps) * 2 * 2, "filters; candidates"
             assert len(loop._steps) == EXPECTED[kind][2], "1, 2, 4, 8 sequences, or 1, 4, 6 in two widths"
+        each.engine.close()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_calls_with_adapters_are_captured_if_there_is_one_before(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_known: bool
+) -> None:
+    """Adapters of later on replay these graphs. Without one, rows with adapters run without graphs, and the log says
+    so."""
+    with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(2), config=CONFIG) as each:
+        names, target = ("a", "b", "c"), cast(Any, each.engine.step_runner.partitions[WHOLE].target)
+        rng, shapes = np.random.default_rng(0), module_shapes(target.spec)
+        for index, name in enumerate(names):
+            if index == int(is_known):
+                capture_all(each)
+                before = each.counts.num_graphs
+            sizes = {(layer, module): shapes[module] for layer in range(target.spec.num_layers) for module in shapes}
+            each.engine.adapters.load(
+                name,
+                {
+                    key: (rng.normal(size=(size, 3)).astype(np.float16), rng.normal(size=(3, width)).astype(np.float16))
+                    for key, (size, width) in sizes.items()
+                },
+            )
+        requests = [replace(one, lora_name=names[index % 3]) for index, one in enumerate(mixed_requests(1))]
+        drive_well(each, [*requests[1:], mixed_requests(2)[0]], 1)
+        assert each.counts.num_graphs == before and not each.machine.broken
+        assert [len(calls) for calls in target._calls] == [45 * (1 + is_known), 30 * (1 + is_known)]
+        assert ("run without CUDA graphs" in caplog.text) == (not is_known)
         each.engine.close()
 
 
