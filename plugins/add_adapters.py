@@ -4,6 +4,7 @@
 A row's adapter is the address of its table on the device, so a captured graph serves any adapters. A program reads one
 row and sums in a fixed order, so a row's bits depend on its own values and adapter alone.
 """
+# pyright: reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
