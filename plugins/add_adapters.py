@@ -26,7 +26,6 @@ NUM_WARPS = 4
 @triton.jit
 def find_matrix(adapters, row, entry, IS_B: tl.constexpr):
     """Returns the rank of a row's adapter, and its matrix of the entry; the rank is 0 if there is none."""
-    ALIGNMENT: tl.constexpr = 16
     table = tl.load(adapters + row)
     rank, address = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     if table != 0:
@@ -34,7 +33,7 @@ def find_matrix(adapters, row, entry, IS_B: tl.constexpr):
         address = tl.load(words + 1 + 2 * entry + IS_B)
         if address != 0:
             rank = tl.load(words)
-    return rank.to(tl.int32), tl.multiple_of(address.to(tl.pointer_type(tl.float16)), ALIGNMENT)
+    return rank.to(tl.int32), tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16)
 
 
 @triton.jit(do_not_specialize=["first_entry"])
