@@ -46,7 +46,7 @@ class CallBounds(NamedTuple):
     has_adapters: bool = False  # rows may have adapters
 
 
-UNLIMITED = CallBounds(*[1 << 30] * 6)
+UNLIMITED = CallBounds._make([*[1 << 30] * 6, False])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -41,17 +42,16 @@ def _leave_pool(pool: Any) -> None:
     torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@dataclass(eq=False)
 class GraphCapturer:
     """Captures launches into graphs that share one memory pool, because they are never replayed concurrently."""
 
-    def __init__(
-        self, counts: GraphCounts, cuda: Any = torch.cuda, leave_pool: Callable[[Any], None] = _leave_pool
-    ) -> None:
-        """counts: counts every capture. cuda: torch.cuda. leave_pool: ends allocations into a pool."""
-        self.counts = counts
-        self._cuda = cuda
-        self._leave_pool = leave_pool
-        self._pool = cuda.graph_pool_handle()
+    counts: GraphCounts  # of every capture
+    cuda: Any = torch.cuda
+    leave_pool: Callable[[Any], None] = _leave_pool  # ends allocations into a pool
+
+    def __post_init__(self) -> None:
+        self._pool = self.cuda.graph_pool_handle()
         self._side_stream: Any = None
 
     def capture(self, launch: Launch, what: str) -> Launch:
@@ -60,13 +60,13 @@ class GraphCapturer:
         It captures on the current stream, or on a side stream if that is the default stream, which cannot be captured.
         If the capture fails, it logs a warning with `what` and returns `launch` itself. Raises fatal errors only.
         """
-        graph = self._cuda.CUDAGraph()
-        stream = self._cuda.current_stream()
-        if stream == self._cuda.default_stream():
-            self._side_stream = self._side_stream or self._cuda.Stream()
+        graph = self.cuda.CUDAGraph()
+        stream = self.cuda.current_stream()
+        if stream == self.cuda.default_stream():
+            self._side_stream = self._side_stream or self.cuda.Stream()
             stream = self._side_stream
         try:
-            with _CAPTURING, _no_collection(), self._cuda.stream(stream):
+            with _CAPTURING, _no_collection(), self.cuda.stream(stream):
                 self._capture(graph, launch)
         except Exception as error:
             if is_fatal(error):
@@ -89,31 +89,31 @@ class GraphCapturer:
                 graph.capture_end()
             except Exception:
                 # The allocator still allocates from the pool; every allocation and the next capture would do so.
-                pool, self._pool = self._pool, self._cuda.graph_pool_handle()
-                self._leave_pool(pool)
+                pool, self._pool = self._pool, self.cuda.graph_pool_handle()
+                self.leave_pool(pool)
                 raise
 
 
+@dataclass(eq=False)
 class RepeatedLaunch:
     """Queues a call: eagerly the first time, as a warm-up, and as a captured graph from the second time on.
 
     A shape that occurs once is never captured. Without a capturer, as on a CPU, every call is eager.
     """
 
-    def __init__(self, launch: Launch, capturer: GraphCapturer | None, what: str) -> None:
-        self._launch = launch
-        self._captured: Launch | None = None
-        self._capturer = capturer
-        self._what = what
-        self._is_warm = False
+    launch: Launch
+    capturer: GraphCapturer | None
+    what: str
+    captured: Launch | None = None
+    is_warm: bool = False
 
     def __call__(self) -> None:
-        if self._is_warm and self._capturer is not None:
-            self._captured = self._launch  # keeps the tensors that the graph reads
-            self._launch = self._capturer.capture(self._launch, self._what)
-            self._capturer = None
-        self._launch()
-        self._is_warm = True
+        if self.is_warm and self.capturer is not None:
+            self.captured = self.launch  # keeps the tensors that the graph reads
+            self.launch = self.capturer.capture(self.launch, self.what)
+            self.capturer = None
+        self.launch()
+        self.is_warm = True
 
 
 Shape = TypeVar("Shape", bound=Hashable)

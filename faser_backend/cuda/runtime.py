@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -51,31 +52,21 @@ USUAL_DRAFT_TOKENS = 4  # assumed per overlapped step when ordering splits witho
 Share = SmPartition | CorePartition
 
 
+@dataclass(eq=False)
 class CudaRuntime:
     """Runs a pair of models on one GPU, or, for tests, on torch's CPU device. Owns green contexts and programs."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        programs: ProgramSource,
-        models: ModelPair,
-        kv_block_size: int,
-        *,
-        dtype: str,
-        shares: SmMenu | None,
-        make_capturer: Callable[[GraphCounts], GraphCapturer] | None = None,
-    ) -> None:
-        """dtype: the manifest's. shares: the GPU's, closed with the runtime; None on torch's CPU device.
+    device: torch.device
+    programs: ProgramSource
+    models: ModelPair
+    kv_block_size: int
+    _: KW_ONLY
+    dtype: str  # the manifest's
+    shares: SmMenu | None  # the GPU's, closed with the runtime; None on torch's CPU device
+    make_capturer: Callable[[GraphCounts], GraphCapturer] | None = None  # of a runner's graphs; None = no graphs
 
-        make_capturer: creates the capturer of a runner's graphs; None = no graphs.
-        """
-        self.kv_block_size = kv_block_size
-        self.device = device
-        self._programs = programs
-        self._models = models
-        self._dtype = dtype
-        self._shares = shares
-        self._make_capturer = make_capturer
+    def __post_init__(self) -> None:
+        models, shares = self.models, self.shares
         self.graph_counts = GraphCounts()
         self.behind: Behind | None = deque()
         self.menu: PartitionMenu[Any] = core_partitions() if shares is None else shares.menu
@@ -98,23 +89,23 @@ class CudaRuntime:
     def free_bytes(self) -> int:
         """Returns the free memory of the driver and of torch's cache, less unloaded weights."""
         gc.collect()  # reference cycles keep the pools of an engine that was closed
-        unloaded = self._programs.num_unloaded_bytes(self._models.present)
-        if self._shares is None:
+        unloaded = self.programs.num_unloaded_bytes(self.models.present)
+        if self.shares is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
-        cuda = self._shares.cuda
+        cuda = self.shares.cuda
         cuda.empty_cache()  # destroyed graphs' memory, which is kept for graphs
         cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
 
     def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
         """See Runtime. On a GPU it logs the memory plan."""
-        if self._shares is None:
+        if self.shares is None:
             return int(self.free_bytes() * CPU_MEMORY_SHARE)
-        compiled_bytes = self._programs.activation_bytes(self._models.present)  # loads compiled engines
+        compiled_bytes = self.programs.activation_bytes(self.models.present)  # loads compiled engines
         plan = plan_memory(
-            self._models.present,
+            self.models.present,
             config,
-            dtype=self._dtype,
+            dtype=self.dtype,
             kv_block_size=self.kv_block_size,
             free_bytes=self.free_bytes(),
             num_partitions=num_partitions,
@@ -126,25 +117,25 @@ class CudaRuntime:
         return plan.kv_bytes
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
-        return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self._dtype)
+        return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self.dtype)
 
     def bind_step_thread(self) -> None:
         """See Runtime. Does nothing on a CPU, where calls are synchronous."""
-        if self._shares is not None:
+        if self.shares is not None:
             self.menu.whole.bind_current_thread()
 
     def open_pool(self, model: ModelEngine, num_blocks: int) -> CudaKvPool:
-        return CudaKvPool(model.spec, num_blocks, self.kv_block_size, dtype=self._dtype, device=self.device)
+        return CudaKvPool(model.spec, num_blocks, self.kv_block_size, dtype=self.dtype, device=self.device)
 
     def fill_pool(self, pool: CudaKvPool, numbers: np.ndarray) -> None:
         pool.storage.copy_(torch.from_numpy(numbers).to(pool.storage))  # expands on the device, not on the host
 
     def open_runner(self, model: ModelEngine, share: Share, pool: CudaKvPool) -> OpenRunner:
         split = next((split_name(*pair) for pair in self.menu.splits if share in pair), "")  # "": the whole device
-        programs = self._programs.open(model, split, share.size)
-        capturer = None if self._make_capturer is None else self._make_capturer(self.graph_counts)
-        limits = self._programs.limits(model, split)
-        decoder = CudaAdaptableRunner if isinstance(self._programs, TorchPrograms) else CudaRunner
+        programs = self.programs.open(model, split, share.size)
+        capturer = None if self.make_capturer is None else self.make_capturer(self.graph_counts)
+        limits = self.programs.limits(model, split)
+        decoder = CudaAdaptableRunner if isinstance(self.programs, TorchPrograms) else CudaRunner
         kind = CudaBlockRunner if model.spec.block_size else CudaHeadRunner if model.spec.reads_target else decoder
         own = share if isinstance(share, SmPartition) else None
         return kind(model, programs, pool, self.device, limits=limits, capturer=capturer, share=own)
@@ -166,16 +157,16 @@ class CudaRuntime:
         return is_fatal(error)
 
     def synchronize(self) -> None:
-        if self._shares is not None:
-            self._shares.cuda.current_stream().synchronize()
+        if self.shares is not None:
+            self.shares.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """Waits for the device. May be called again."""
-        if self._shares is not None:
-            self._shares.cuda.synchronize(self.device)
-        self._programs.close()
-        if self._shares is not None:
-            self._shares.close()
+        if self.shares is not None:
+            self.shares.cuda.synchronize(self.device)
+        self.programs.close()
+        if self.shares is not None:
+            self.shares.close()
 
 
 def _has_profiles(models: ModelPair, split: str) -> bool:

@@ -264,13 +264,13 @@ def bucket_limits(segments: Sequence[SegmentSpec], split: str) -> CallBounds | N
     """Returns the largest call that all segments have profiles for, by dimension; None without buckets."""
     if not all(segment.buckets for segment in segments):
         return None
-    limits = dict(zip(DIMENSIONS, UNLIMITED, strict=False))
+    limits = dict(zip((*DIMENSIONS, "has_adapters"), UNLIMITED, strict=True))
     for segment in segments:
         ranges = [segment.buckets[index].ranges for index in profiles_of_split(segment.buckets, split) or ()]
         for dimension in DIMENSIONS:
             if known := [each[dimension][2] for each in ranges if dimension in each]:
                 limits[dimension] = min(limits[dimension], max(known))
-    return CallBounds(*limits.values())
+    return CallBounds._make(limits.values())
 
 
 def open_segments(

@@ -14,6 +14,7 @@ blocks. On CPU tensors the kernels' references run, so all of this is tested wit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,18 +42,18 @@ Rotated = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and v
 MANY_VERIFY_ROWS = 32  # as VERIFY_ROWS, for calls with at least PROMPT_ROWS rows
 
 
+@dataclass(eq=False)
 class TorchSegment:
     """A SegmentProgram in torch. Runners of all shares may share `weights`."""
 
+    model: ModelSpec
+    spec: SegmentSpec
+    weights: ModelTensors
+    num_sms: int  # of the program's share; long contexts are split to fill them
     packs_tables = True
 
-    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: ModelTensors, num_sms: int) -> None:
-        """num_sms: SMs of the program's share; long contexts are split to fill them."""
-        self.spec = spec
-        self.model = model
-        self.weights = weights
-        self.num_sms = num_sms
-        self.product = MatrixProduct(weights.head.device)
+    def __post_init__(self) -> None:
+        self.product = MatrixProduct(self.weights.head.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
@@ -271,9 +272,9 @@ class TorchPrograms:
             return [TorchSegment(model.spec, segment, weights, num_sms) for segment in model.segments]
         first, second = model.segments
         if model.spec.block_size:
-            context = TorchContext(model.spec, first, weights, num_sms)
-            return [context, TorchBlock(model.spec, second, weights, num_sms)]
-        return [TorchJoin(first, weights), TorchHeadLayer(model.spec, second, weights, num_sms)]
+            context = TorchContext(model.spec, first, weights.decoder, num_sms, weights)
+            return [context, TorchBlock(model.spec, second, weights.decoder, num_sms, weights)]
+        return [TorchJoin(first, weights), TorchHeadLayer(model.spec, second, weights.decoder, num_sms, weights)]
 
     def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
         """Returns the weights of a model; the first call loads them."""
@@ -294,32 +295,29 @@ class TorchPrograms:
         self._weights.clear()
 
 
+@dataclass(eq=False)
 class TorchJoin:
     """Segment 0 of a head, a SegmentProgram: joins each row's hidden states of the target into one."""
 
+    spec: SegmentSpec
+    weights: HeadTensors
     packs_tables = False  # it reads no block tables
-
-    def __init__(self, spec: SegmentSpec, weights: HeadTensors) -> None:
-        self.spec = spec
-        self._matrix = weights.join  # [hidden_size, num_features * hidden_size of the target]
-        self._product = MatrixProduct(weights.join.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. It takes any bounds."""
+        product = MatrixProduct(self.weights.join.device)
 
         def launch() -> None:
-            self._product(read_features(tensors), self._matrix, out=tensors["hidden_out"])
+            product(read_features(tensors), self.weights.join, out=tensors["hidden_out"])
 
         return launch
 
 
+@dataclass(eq=False)
 class _DraftSegment(TorchSegment):
     """A segment of a draft that reads its target."""
 
-    def __init__(self, model: ModelSpec, spec: SegmentSpec, weights: HeadTensors, num_sms: int) -> None:
-        """num_sms: see TorchSegment."""
-        super().__init__(model, spec, weights.decoder, num_sms)
-        self.head = weights
+    head: HeadTensors
 
 
 class TorchContext(_DraftSegment):

@@ -112,7 +112,7 @@ class TestOnTheCpu:
         manifest, models = pair_of(torch_engine)
         runtime = open_runtime(torch_engine, manifest, EngineConfig())
         num_bytes = sum(model.num_weight_bytes for model in models)
-        programs: Any = runtime._programs  # type: ignore[attr-defined]
+        programs: Any = runtime.programs  # type: ignore[attr-defined]
         assert programs.num_unloaded_bytes(models) == num_bytes
         reads: list[str] = []
         load = programs._load
@@ -226,7 +226,7 @@ class TestOnSharesOfAFakedGpu:
                 for model, name, mib in zip(models, ("t", "d"), (target_mib, draft_mib), strict=True)
             )
         )
-        guessing = CudaRuntime(CPU, TorchPrograms(no_weights), sized, BLOCK_SIZE, dtype="fp32", shares=runtime._shares)
+        guessing = CudaRuntime(CPU, TorchPrograms(no_weights), sized, BLOCK_SIZE, dtype="fp32", shares=runtime.shares)
         assert split_name(*guessing.splits[0]) == expected and set(guessing.splits) == set(guessing.menu.splits)
         runtime.close()
 
