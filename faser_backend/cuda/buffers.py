@@ -214,7 +214,7 @@ def call_tensors(
             size = bounds.num_blocks * pool.kv_block_size
             tensors[name] = torch.arange(size, out=store.get(name, (size,), dtype))
         elif name == "logits":
-            tensors[name] = pool.logits.rows(bounds.num_logit_rows, spec.vocab_size)
+            tensors[name] = pool.logits_of(bounds.num_logit_rows, spec.vocab_size)
         elif name not in inputs.tensors:
             shape = _result_shape(tensor, spec, bounds)
             tensors[tensor.name] = store.get(layers.get(tensor.name, tensor.name), shape, dtype)

@@ -7,7 +7,6 @@ only in the number of rows. TensorRT-RTX runs no kernels of the project: it pads
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -103,19 +102,12 @@ def _row_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:
     counts = [*(count for count in ROW_COUNTS if count < most), most]
     if num_candidates and is_compiled:
         counts = counts[::-3]
-
-    def shapes(counts: Iterable[int]) -> list[CallBounds]:
-        return [CallBounds(count, count, count, limits.num_blocks, count, num_candidates) for count in counts]
-
-    if num_candidates:
-        return shapes(counts)
-    prompts = shapes(count for count in (*counts, *(() if is_compiled else LARGE_COUNTS)) if count >= PROMPT_ROWS)
-    mixed = [] if is_compiled else [shape for shape in prompts if shape.num_rows > MIXED_LOGIT_ROWS]
-    return [
-        *shapes(counts),
-        *(shape._replace(num_logit_rows=0) for shape in prompts),
-        *(shape._replace(num_logit_rows=MIXED_LOGIT_ROWS) for shape in mixed),
-    ]
+    sizes = [(count, count) for count in counts]  # rows, and those with logits
+    if not num_candidates:
+        prompts = [count for count in (*counts, *(() if is_compiled else LARGE_COUNTS)) if count >= PROMPT_ROWS]
+        sizes += [(count, 0) for count in prompts]
+        sizes += [(count, MIXED_LOGIT_ROWS) for count in prompts if count > MIXED_LOGIT_ROWS and not is_compiled]
+    return [CallBounds(rows, rows, rows, limits.num_blocks, logits, num_candidates) for rows, logits in sizes]
 
 
 def _padded_shapes(limits: CallBounds, num_candidates: int) -> list[CallBounds]:

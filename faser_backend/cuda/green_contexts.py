@@ -183,8 +183,11 @@ def gpu_identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
     TensorRT finds no GPU.
     """
     flavour = RUNTIMES[runtime].tensorrt
-    library = _torch_version() if flavour is None else import_tensorrt(flavour)
-    versions: dict[str, str | int] = {runtime: library if isinstance(library, str) else library.version}
+    try:
+        library = version("torch") if flavour is None else import_tensorrt(flavour).version
+    except PackageNotFoundError:
+        raise ConfigError("runtime = 'torch': torch is not installed; pip install 'faser-backend[torch]'") from None
+    versions: dict[str, str | int] = {runtime: library}
     try:
         facts = gpu_facts(driver or load_driver())
     except (DriverError, ImportError):
@@ -193,10 +196,3 @@ def gpu_identity(runtime: str, driver: Any = None) -> dict[str, str | int]:
         processor = cpu_identity()
         return {"cpu": processor["cpu"], "num_cores": processor["num_cores"], **versions}
     return {"gpu": facts.name, "num_sms": facts.num_sms, "driver": facts.driver, **versions}
-
-
-def _torch_version() -> str:
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        raise ConfigError("runtime = 'torch': torch is not installed; pip install 'faser-backend[torch]'") from None

@@ -15,25 +15,6 @@ from faser_backend.manifest import ModelSpec
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # by the manifest's names
 
 
-class LogitsBuffer:
-    """The logits of one model's calls, [MAX_GRAPH_ROWS, V] float32; a call writes the first rows.
-
-    Calls of a model are serial on all shares, and their logits are read before the next call.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._rows: torch.Tensor | None = None
-
-    def rows(self, num_rows: int, vocab_size: int) -> torch.Tensor:
-        """Returns [num_rows, vocab_size]: a view, or a new tensor for more than MAX_GRAPH_ROWS rows."""
-        if num_rows > MAX_GRAPH_ROWS:
-            return torch.zeros((num_rows, vocab_size), device=self._device)
-        if self._rows is None:
-            self._rows = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self._device)
-        return self._rows[:num_rows]
-
-
 def pool_slots(slot_mapping: torch.Tensor, pool: torch.Tensor, first: int = 0) -> torch.Tensor:
     """Returns rows' indices into a pool whose dimensions `first` and the next are blocks and positions, int64.
 
@@ -66,7 +47,8 @@ class CudaKvPool:
         if num_blocks < 1:
             raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
         self.num_blocks = num_blocks
-        self.logits = LogitsBuffer(device)  # runners that share a pool share this, and the next
+        # Runners that share a pool share these.
+        self.logits: torch.Tensor | None = None
         self.captures_adapters = False  # calls with adapters are captured too
         self.kv_block_size = kv_block_size
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks + 1, kv_block_size, spec.head_dim)
@@ -89,6 +71,17 @@ class CudaKvPool:
     def values(self, layer: int) -> torch.Tensor:
         """Returns a view of a layer's values, in the shape of its keys."""
         return self.storage[layer, 1]
+
+    def logits_of(self, num_rows: int, vocab_size: int) -> torch.Tensor:
+        """Returns memory for the logits of a call, [num_rows, vocab_size] float32.
+
+        Calls of up to MAX_GRAPH_ROWS rows share it: they are serial, and their logits are read before the next.
+        """
+        if num_rows > MAX_GRAPH_ROWS:
+            return torch.zeros((num_rows, vocab_size), device=self.storage.device)
+        if self.logits is None:
+            self.logits = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self.storage.device)
+        return self.logits[:num_rows]
 
     @property
     def num_bytes(self) -> int:

@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -300,69 +300,59 @@ def current_stream() -> int:
     return torch.cuda.current_stream().cuda_stream
 
 
+@dataclass(eq=False)
 class TensorRtSegment:
     """A SegmentProgram that TensorRT compiled."""
 
+    spec: SegmentSpec
+    store: EngineStore
+    file: EngineFile
+    memory: torch.Tensor  # uint8, for activations; programs that share it never run concurrently
+    profiles: Sequence[int] | None = None  # indices of the share's; None = all
+    _: KW_ONLY
+    features: Sequence[str] = ()  # tensor names of the pool's features, in order
     packs_tables = False  # a network reads tables of the call's width
 
-    def __init__(
-        self,
-        spec: SegmentSpec,
-        store: EngineStore,
-        file: EngineFile,
-        memory: torch.Tensor,
-        profiles: Sequence[int] | None = None,
-        *,
-        features: Sequence[str] = (),
-    ) -> None:
-        """memory: uint8, for activations; programs that share it never run concurrently.
-
-        features: tensor names of the pool's features, in order.
-        """
-        self.spec = spec
-        self._store = store
-        self._file = file
-        self._memory = memory
-        own = [profile for profile in file.profiles if profiles is not None and profile.index in profiles]
-        self._profiles = own or file.profiles
-        self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in spec.outputs)
-        self._features = features
+    def __post_init__(self) -> None:
+        own = [each for each in self.file.profiles if self.profiles is not None and each.index in self.profiles]
+        self._profiles = own or self.file.profiles
+        self._writes_pool = not any(tensor.name.startswith("k_new.") for tensor in self.spec.outputs)
         self._shared_context = self._new_context(is_captured=False)  # of calls that are not kept
 
     def prepare(self, tensors: Mapping[str, torch.Tensor], bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. Setting the profile is queued on the current stream."""
-        bound = _bound_tensors(self._file, tensors)
-        apart = _apart(self._file, bound)
+        bound = _bound_tensors(self.file, tensors)
+        apart = _apart(self.file, bound)
         bound |= apart
-        shapes = {name: tuple(bound[name].shape) for name in self._file.inputs}
-        profile = choose_profile(self._profiles, shapes, str(self._file.path))
+        shapes = {name: tuple(bound[name].shape) for name in self.file.inputs}
+        profile = choose_profile(self._profiles, shapes, str(self.file.path))
         context = self._new_context(is_captured=True) if is_kept else self._shared_context
         self._check(context.set_optimization_profile_async(profile.index, current_stream()), f"profile {profile.index}")
         for name, shape in shapes.items():
             self._check(context.set_input_shape(name, shape), f"{name} {list(shape)}")
         if missing := context.infer_shapes():
-            raise ConfigError(f"{self._file.path}: shapes of {', '.join(missing)} do not follow from the inputs")
+            raise ConfigError(f"{self.file.path}: shapes of {', '.join(missing)} do not follow from the inputs")
         for name, tensor in bound.items():
-            _check_tensor(self._file, context, name, tensor)
+            _check_tensor(self.file, context, name, tensor)
             # an empty tensor has no memory, and TensorRT wants an address
-            address = tensor.data_ptr() if tensor.numel() else self._memory.data_ptr()
+            address = tensor.data_ptr() if tensor.numel() else self.memory.data_ptr()
             self._check(context.set_tensor_address(name, address), f"address of {name}")
-        self._store.log.check(f"{self._file.path}: prepare")
+        self.store.log.check(f"{self.file.path}: prepare")
         return self._launch(context, dict(tensors), apart)
 
     def _new_context(self, *, is_captured: bool) -> Any:
-        context = self._store.new_context(self._file, is_captured=is_captured)
-        context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
+        context = self.store.new_context(self.file, is_captured=is_captured)
+        context.set_device_memory(self.memory.data_ptr(), self.memory.numel())
         return context
 
     def _check(self, was_taken: bool, what: str) -> None:
         if not was_taken:
-            raise self._store.log.fail(f"{self._file.path}: {what}", "TensorRT refused it")
+            raise self.store.log.fail(f"{self.file.path}: {what}", "TensorRT refused it")
 
     def _launch(self, context: Any, tensors: dict[str, torch.Tensor], apart: dict[str, torch.Tensor]) -> Launch:
         """apart: outputs that are copied to their tensors afterwards."""
         layers = () if self._writes_pool else range(self.spec.first_layer, self.spec.last_layer)
-        read, written = (self._kept_features(names, tensors) for names in (self._file.inputs, self._file.outputs))
+        read, written = (self._kept_features(names, tensors) for names in (self.file.inputs, self.file.outputs))
 
         def launch() -> None:
             if read:
@@ -370,7 +360,7 @@ class TensorRtSegment:
                 for name, kept in read.items():
                     torch.index_select(kept, 0, slots, out=tensors[name])
             if not context.execute_async_v3(current_stream()):
-                raise self._store.log.fail(f"{self._file.path}: execute", "TensorRT refused the call")
+                raise self.store.log.fail(f"{self.file.path}: execute", "TensorRT refused the call")
             for layer in layers:
                 k_new, v_new, k_pool, v_pool = (
                     tensors[f"{name}.{layer}"] for name in ("k_new", "v_new", "k_pool", "v_pool")
@@ -387,8 +377,8 @@ class TensorRtSegment:
 
     def _kept_features(self, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Returns views of the pool's features by tensor name, [KV positions of the pool, hidden_size]."""
-        wanted = [name for name in names if name in self._features]
-        return {name: tensors[FEATURES].flatten(0, 1)[:, self._features.index(name)] for name in wanted}
+        wanted = [name for name in names if name in self.features]
+        return {name: tensors[FEATURES].flatten(0, 1)[:, self.features.index(name)] for name in wanted}
 
 
 def choose_profile(

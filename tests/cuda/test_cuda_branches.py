@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from faser_backend.cuda import sampler, transfer
-from faser_backend.cuda.pool import LogitsBuffer
 from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.plugins import perturb_logits as noise_kernel
 from faser_backend.plugins import product as product_kernel
@@ -100,7 +99,7 @@ def test_products_of_few_rows_have_a_program_for_each_part(monkeypatch: pytest.M
     with faked(launched, monkeypatch):
         weight, product = empty(130, 2048, dtype=dtype), product_kernel.MatrixProduct(CUDA)
         for num_rows in (3, 300):
-            logits = LogitsBuffer(CUDA).rows(num_rows, 130)
+            logits = empty(num_rows, 130)
             product(empty(num_rows, 2048, dtype=dtype), weight, weight[:, 0].clone(), logits)
         assert product(empty(3, 16, dtype=dtype), empty(9, 16, dtype=dtype)).dtype == dtype
     grids = (1, 3, 4), ((5, 3, 1) if dtype == torch.float32 else (3, 3, 1)), (1, 1, 1)

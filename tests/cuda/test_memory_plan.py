@@ -120,10 +120,9 @@ def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: P
     options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
     plan = planned([model], **options)
     assert 0.9 * plan.lines[2].num_bytes < captured_bytes(runner) <= 1.02 * plan.lines[2].num_bytes
-    assert runner.pool.logits._rows is not None and runner.pool.logits._rows.nbytes == plan.lines[1].num_bytes
-    assert {tuple(runner.pool.logits.rows(count, 97).shape) for count in (1, 512)} == {(1, 97), (512, 97)}
-    start = runner.pool.logits.rows(1, 97).data_ptr()
-    assert runner.pool.logits.rows(512, 97).data_ptr() == start != runner.pool.logits.rows(513, 97).data_ptr()
+    assert runner.pool.logits is not None and runner.pool.logits.nbytes == plan.lines[1].num_bytes
+    one, most, more = (runner.pool.logits_of(count, 97) for count in (1, 512, 513))
+    assert (one.shape, most.shape) == ((1, 97), (512, 97)) and one.data_ptr() == most.data_ptr() != more.data_ptr()
 
 
 def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
