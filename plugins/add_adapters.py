@@ -14,7 +14,6 @@ import torch
 import triton
 import triton.language as tl
 
-from faser_backend.core.config import MAX_LORA_RANK
 from faser_backend.plugins import reference
 from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
@@ -98,26 +97,27 @@ def raise_rows_kernel(
 
 
 def add_adapters(
-    rows: torch.Tensor, adapters: torch.Tensor, first_entry: int, widths: Sequence[int], out: torch.Tensor
+    rows: torch.Tensor, adapters: torch.Tensor, entry: int, widths: Sequence[int], max_rank: int, out: torch.Tensor
 ) -> None:
     """Adds rows' adapters to out [T, sum(widths)], products of rows [T, K] side by side; queued on the current stream.
 
     adapters: [T] int64, addresses of tables on the device; 0: none. A table is the rank, then for each entry the
-    addresses of a [rank, K] and b [rank, width], float16, multiples of 16; 0: none. Entries from first_entry on have
-    the outputs `widths`, all but the first alike. Raises ValueError if shapes or types do not match.
+    addresses of a [rank, K] and b [rank, width], float16, multiples of 16; 0: none. Those from `entry` on have the
+    outputs `widths`, all but the first alike. max_rank: of any adapter. Raises ValueError if shapes or types do not
+    match.
     """
     num_rows, size = rows.shape
     check_tensor("rows", rows, (num_rows, size), *FLOAT_DTYPES)
     check_tensor("out", out, (num_rows, sum(widths)), rows.dtype)
     check_tensor("adapters", adapters, (num_rows,), torch.int64)
     if not runs_kernel(lower_rows_kernel, rows):
-        reference.add_adapters(rows, adapters, first_entry, widths, out)
+        reference.add_adapters(rows, adapters, entry, widths, out)
     elif num_rows:
-        lowered = rows.new_empty((len(widths), num_rows, MAX_LORA_RANK), dtype=torch.float32)
-        blocks = {"MAX_RANK": MAX_LORA_RANK, "BLOCK_RANK": BLOCK_RANK, "num_warps": NUM_WARPS}
+        lowered = rows.new_empty((len(widths), num_rows, max_rank), dtype=torch.float32)
+        blocks = {"MAX_RANK": max_rank, "BLOCK_RANK": BLOCK_RANK, "num_warps": NUM_WARPS}
         on_grid(lower_rows_kernel, num_rows, RANK_PROGRAMS, len(widths))(
-            rows, rows.stride(0), adapters, first_entry, size, lowered, BLOCK_IN=BLOCK_IN, **blocks
+            rows, rows.stride(0), adapters, entry, size, lowered, BLOCK_IN=BLOCK_IN, **blocks
         )
         on_grid(raise_rows_kernel, num_rows, -(-max(widths) // BLOCK_OUT), len(widths))(
-            *(lowered, adapters, first_entry, widths[0], widths[-1], out, out.stride(0)), BLOCK_OUT=BLOCK_OUT, **blocks
+            *(lowered, adapters, entry, widths[0], widths[-1], out, out.stride(0)), BLOCK_OUT=BLOCK_OUT, **blocks
         )

@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional
 
 from faser_backend.core.adapter import ADAPTED, module_shapes
+from faser_backend.core.config import MAX_LORA_RANK
 from faser_backend.cuda.buffers import ADAPTERS, FEATURES
 from faser_backend.cuda.call_shapes import PROMPT_ROWS, VERIFY_ROWS, CallBounds
 from faser_backend.cuda.pool import pool_slots, write_kv
@@ -158,7 +159,7 @@ class SegmentCall:
             adapters, shapes = self.tensors[ADAPTERS.name], module_shapes(self.model)
             adapters = adapters if wanted is None else adapters.index_select(0, wanted)
             first_entry = layer * len(ADAPTED) + ADAPTED.index(names[0])
-            add_adapters(rows, adapters, first_entry, [shapes[name][1] for name in names], found)
+            add_adapters(rows, adapters, first_entry, [shapes[name][1] for name in names], MAX_LORA_RANK, found)
 
     def _qkv(self, layer: int, hidden: torch.Tensor, found: torch.Tensor | None) -> tuple[torch.Tensor, Rotated]:
         """Returns the layer's input, hidden + found, and its rotated queries, keys and values."""

@@ -13,9 +13,11 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.request import Request, Sampling
@@ -84,8 +86,6 @@ def _write_pair(context: Context, folder: Path) -> tuple[Path, Path]:
 
 def _failed_capture() -> None:
     """Makes the host wait under capture, as a mistake would: that call runs without a graph, the next one with one."""
-    import torch
-
     from faser_backend.core.graph_counts import GraphCounts
     from faser_backend.cuda.graphs import GraphCapturer
 
@@ -118,19 +118,12 @@ def _configs(context: Context) -> dict[str, EngineConfig]:
     return {name: EngineConfig.from_options(**limits | own) for name, own in options.items()}
 
 
-class _Silent:
-    """An observer that discards an engine's metrics."""
-
-    def report(self, metrics: Any) -> None: ...
-    def observe(self, output: Any, num_output_tokens: int) -> None: ...
-
-
 def _serve(
     context: Context, engine_dir: Path, config: EngineConfig, written: dict[str, list[int]], row: Result
 ) -> None:
     """Serves the long prompt alone, then others at once, on the serving thread."""
     start = time.monotonic()
-    reporter: Any = _Silent()
+    reporter: Any = SimpleNamespace(report=lambda *_: None, observe=lambda *_: None)
     with closing(EngineHost(ServingOptions(engine_dir=engine_dir), config, reporter)) as host:
         ready_s, engine = time.monotonic() - start, host.loop.engine
         graphs = engine.metrics().num_graphs
@@ -189,10 +182,13 @@ def _time_steps(context: Context, stack: ExitStack, found: Result) -> None:
             nothing = np.zeros(count, np.int64)
             tables = np.arange(count)[:, None] % 1024
             rows = RowBatch(nothing, np.arange(count + 1), nothing, tables, np.arange(count))
-
             step = partial(run_model, runner, rows)
-            step()
-            step()  # captures
+            eager, _, replayed = (step().clone() for _ in range(3))  # the second captures
+            assert torch.equal(eager, replayed), f"{role}, {count} rows: a replayed graph gives other numbers"
+            if context.is_cuda:
+                torch.cuda.set_sync_debug_mode("error")  # a warm call waits for nothing
+                step()
+                torch.cuda.set_sync_debug_mode("default")
             us = median_us(context.device, step)
             floor_us = weight_count(model.spec) * (2 if context.is_cuda else 4) / rate * 1e6
             found["steps"].append(

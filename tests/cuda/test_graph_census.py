@@ -156,21 +156,15 @@ def test_calls_with_adapters_are_captured_if_there_is_one_before(
     """Adapters of later on replay these graphs. Without one, rows with adapters run without graphs, and the log says
     so."""
     with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(2), config=CONFIG) as each:
-        names, target = ("a", "b", "c"), cast(Any, each.engine.step_runner.partitions[WHOLE].target)
-        rng, shapes = np.random.default_rng(0), module_shapes(target.spec)
-        for index, name in enumerate(names):
+        target = cast(Any, each.engine.step_runner.partitions[WHOLE].target)
+        size, width = module_shapes(target.spec)["q"]
+        for index in range(3):
             if index == int(is_known):
                 capture_all(each)
                 before = each.counts.num_graphs
-            sizes = {(layer, module): shapes[module] for layer in range(target.spec.num_layers) for module in shapes}
-            each.engine.adapters.load(
-                name,
-                {
-                    key: (rng.normal(size=(size, 3)).astype(np.float16), rng.normal(size=(3, width)).astype(np.float16))
-                    for key, (size, width) in sizes.items()
-                },
-            )
-        requests = [replace(one, lora_name=names[index % 3]) for index, one in enumerate(mixed_requests(1))]
+            pair = np.ones((size, index + 1), np.float16), np.ones((index + 1, width), np.float16)
+            each.engine.adapters.load(f"{index}", {(index % 2, "q"): pair})
+        requests = [replace(one, lora_name=f"{index % 3}") for index, one in enumerate(mixed_requests(1))]
         drive_well(each, [*requests[1:], mixed_requests(2)[0]], 1)
         assert each.counts.num_graphs == before and not each.machine.broken
         assert [len(calls) for calls in target._calls] == [45 * (1 + is_known), 30 * (1 + is_known)]

@@ -30,6 +30,7 @@ from tests.support.assembler import assemble
 CAPABILITIES = (80, 90, 120)
 DRAFTED_BLOCK = 16  # rows that see each other
 ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+RANKS = {"MAX_RANK": MAX_LORA_RANK, "BLOCK_RANK": adapters.BLOCK_RANK}
 
 
 def compile_attention(
@@ -55,55 +56,41 @@ def compile_attention(
     )
 
 
-SMALL_KERNELS = {
-    "combine_splits_kernel": (
-        combine_splits_kernel,
-        {"mixed_parts": "*fp32:16", "stat_parts": "*fp32:16", "cu_rows": "*i32", "num_sequences": "i32"}
-        | {"out": "*bf16:16", "num_splits": "i32"},
-        {"HEAD_DIM": 128, "BLOCK_S": 4, "BLOCK_D": 128},
-    ),
-    "exit_scores_kernel": (
-        exit_scores_kernel,
-        {"hidden": "*fp32:16", "head": "*bf16:16", "candidates": "*i64:16", "hidden_size": "i32:16"}
-        | {"num_candidates": "i32", "out": "*fp32:16"},
-        {"BLOCK_C": BLOCK_C, "BLOCK_D": SCORE_BLOCK_D},
-    ),
-    "add_rms_norm_kernel": (
-        add_rms_norm_kernel,
-        {**dict.fromkeys(["hidden", "delta", "summed", "out"], "*bf16:16"), "weight": "*fp32:16"}
-        | {"eps": "fp32", "hidden_size": "i32:16"},
-        {"BLOCK_D": 4096},
-    ),
-    "rotate_heads_kernel": (
-        rotate_heads_kernel,
-        {"qkv": "*bf16:16", "out": "*bf16:16", **dict.fromkeys(["cos", "sin", "q_norm", "k_norm"], "*fp32:16")}
-        | {"positions": "*i64:16", "eps": "fp32", "row_stride": "i32:16", "num_heads": "i32", "num_rotated": "i32"},
-        {"HALF": 64, "BLOCK_H": 64, "HEADS": HEADS},
-    ),
-    "gated_silu_kernel": (
-        gated_silu_kernel,
-        {"gate_up": "*bf16:16", "size": "i32:16", "out": "*bf16:16"},
-        {"BLOCK": 1024},
-    ),
-    "lower_rows_kernel": (
-        adapters.lower_rows_kernel,
-        {"rows": "*bf16:16", "row_stride": "i32:16", "adapters": "*i64:16", "first_entry": "i32", "size": "i32:16"}
-        | {"lowered": "*fp32:16"},
-        {"MAX_RANK": MAX_LORA_RANK, "BLOCK_RANK": adapters.BLOCK_RANK, "BLOCK_IN": adapters.BLOCK_IN},
-    ),
-    "raise_rows_kernel": (
-        adapters.raise_rows_kernel,
-        {"lowered": "*fp32:16", "adapters": "*i64:16", "first_entry": "i32", "out": "*bf16:16"}
-        | dict.fromkeys(("first_width", "other_width", "out_stride"), "i32:16"),
-        {"MAX_RANK": MAX_LORA_RANK, "BLOCK_RANK": adapters.BLOCK_RANK, "BLOCK_OUT": adapters.BLOCK_OUT},
-    ),
-    "perturb_logits_kernel": (
-        perturb_logits_kernel,
-        {**dict.fromkeys(["logits", "out"], "*fp32:16"), "table": "*i32:16", "keys": "*i64:16", "positions": "*i64:16"}
-        | {"scale": "*fp32", "is_random": "*fp32", "vocab_size": "i32:16"},
-        {"LOG2_SIZE": 20, "BLOCK_V": BLOCK_V},
-    ),
+SMALL_KERNELS = {  # kernel, constants
+    kernel.__name__: (kernel, constants)
+    for kernel, constants in (
+        (combine_splits_kernel, {"HEAD_DIM": 128, "BLOCK_S": 4, "BLOCK_D": 128}),
+        (exit_scores_kernel, {"BLOCK_C": BLOCK_C, "BLOCK_D": SCORE_BLOCK_D}),
+        (add_rms_norm_kernel, {"BLOCK_D": 4096}),
+        (rotate_heads_kernel, {"HALF": 64, "BLOCK_H": 64, "HEADS": HEADS}),
+        (gated_silu_kernel, {"BLOCK": 1024}),
+        (adapters.lower_rows_kernel, {**RANKS, "BLOCK_IN": adapters.BLOCK_IN}),
+        (adapters.raise_rows_kernel, {**RANKS, "BLOCK_OUT": adapters.BLOCK_OUT}),
+        (perturb_logits_kernel, {"LOG2_SIZE": 20, "BLOCK_V": BLOCK_V}),
+    )
 }
+TYPES = {
+    name: kind
+    for kind, names in {
+        "*bf16:16": ("hidden", "delta", "summed", "out", "qkv", "gate_up", "rows", "head"),
+        "*fp32:16": ("mixed_parts", "stat_parts", "cos", "sin", "q_norm", "k_norm", "weight", "lowered", "logits"),
+        "*i64:16": ("candidates", "positions", "adapters", "keys"),
+        "i32:16": ("hidden_size", "size", "row_stride", "out_stride", "first_width", "other_width", "vocab_size"),
+        "i32": ("num_sequences", "num_splits", "num_candidates", "num_heads", "num_rotated", "first_entry"),
+        **{"*i32:16": ("table",), "*i32": ("cu_rows",), "fp32": ("eps",), "*fp32": ("scale", "is_random")},
+    }.items()
+    for name in names
+}
+FLOATS = {"exit_scores_kernel": ("hidden", "out"), "perturb_logits_kernel": ("out",)}
+
+
+def small_kernel(name):
+    """Returns a kernel, its signature and its constants."""
+    kernel, constants = SMALL_KERNELS[name]
+    types = TYPES | dict.fromkeys(FLOATS.get(name, ()), "*fp32:16")
+    return kernel, {each: types[each] for each in kernel.arg_names if each not in constants}, constants
+
+
 NUM_WARPS = {"combine_splits_kernel": 1, "add_rms_norm_kernel": num_warps(4096), "rotate_heads_kernel": 1}
 # The first norm of a model adds nothing, and most models have no norms of heads.
 OPTIONAL = {"add_rms_norm_kernel": ("delta", "summed"), "rotate_heads_kernel": ("q_norm", "k_norm")}
@@ -148,7 +135,7 @@ def test_attention_compiles_within_its_device(capability, variant):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("name", SMALL_KERNELS)
 def test_small_kernels_compile(capability, name):
-    kernel, signature, constants = SMALL_KERNELS[name]
+    kernel, signature, constants = small_kernel(name)
     compiled = compile_kernel(kernel, signature, constants, capability, num_warps=NUM_WARPS.get(name, 4))
     assert compiled.name == name and assemble(compiled)[1] == 0 and compiled.shared_bytes <= 48 * 1024
     assert f".version {'8.7' if capability == 120 else '8.4'}\n" in compiled.ptx, "old drivers take it"
@@ -201,7 +188,7 @@ def test_products_of_many_rows_are_read_by_descriptors(tile):
 
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_kernels_compile_without_what_is_optional(name):
-    kernel, signature, constants = SMALL_KERNELS[name]
+    kernel, signature, constants = small_kernel(name)
     kept = {parameter: kind for parameter, kind in signature.items() if parameter not in OPTIONAL[name]}
     assert assemble(compile_kernel(kernel, kept, constants | dict.fromkeys(OPTIONAL[name]), 90))[0] > 0
 

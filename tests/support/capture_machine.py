@@ -104,23 +104,18 @@ class MachineCapturer(GraphCapturer):
 
     def __init__(self, machine: CaptureMachine, counts: GraphCounts) -> None:
         super().__init__(counts, machine, machine.end_allocations)
-        self._machine = machine
 
     def capture(self, launch: Launch, what: str) -> Launch:
-        return computed(self._machine, super().capture(launch, what), launch)
+        replay = super().capture(launch, what)
+        if replay is launch:
+            return launch
 
+        def run() -> None:
+            replay()
+            with self.cuda.replaying():
+                launch()
 
-def computed(machine: CaptureMachine, replay: Launch, launch: Launch) -> Launch:
-    """Returns `replay` followed by the CPU's computation of `launch`."""
-    if replay is launch:
-        return launch
-
-    def run() -> None:
-        replay()
-        with machine.replaying():
-            launch()
-
-    return run
+        return run
 
 
 def watch(monkeypatch: Any, machine: CaptureMachine) -> None:

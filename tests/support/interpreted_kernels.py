@@ -443,14 +443,14 @@ def test_a_row_with_an_adapter_has_the_bits_of_itself_alone(dtype, rank, size, w
     adapters = torch.tensor([table.data_ptr() for table in (*tables, tables[0])] + [0])
     rows, before = torch.randn(4, size).to(dtype), torch.randn(4, sum(widths)).to(dtype)
     out, wanted = before.clone(), before.clone()
-    add_adapters(rows, adapters, 1, widths, out)
+    add_adapters(rows, adapters, 1, widths, 128, out)
     reference.add_adapters(rows, adapters, 1, widths, wanted)
     close(out, wanted)
     assert torch.equal(out[3], before[3]) and (wanted - before)[[0, 2]].abs().amax(1).min() > 0.05
     assert torch.equal(out[1, -widths[-1] :], before[1, -widths[-1] :])
     for row in range(4):
         alone = before[[row]]
-        add_adapters(rows[[row]], adapters[[row]], 1, widths, alone)
+        add_adapters(rows[[row]], adapters[[row]], 1, widths, 128, alone)
         assert torch.equal(alone[0], out[row])
 
 
