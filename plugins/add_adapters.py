@@ -18,8 +18,7 @@ from faser_backend.plugins import reference
 from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 BLOCK_RANK, BLOCK_IN, BLOCK_OUT = 16, 256, 256
-RANK_PROGRAMS = 4  # share the ranks of a row
-NUM_WARPS = 4
+RANK_PROGRAMS, NUM_WARPS = 4, 4  # programs that share the ranks of a row
 
 
 @triton.jit
@@ -103,8 +102,7 @@ def add_adapters(
 
     adapters: [T] int64, addresses of tables on the device; 0: none. A table is the rank, then for each entry the
     addresses of a [rank, K] and b [rank, width], float16, multiples of 16; 0: none. Those from `entry` on have the
-    outputs `widths`, all but the first alike. max_rank: of any adapter. Raises ValueError if shapes or types do not
-    match.
+    outputs `widths`, all but the first alike. max_rank: of any adapter. Raises ValueError if these do not fit.
     """
     num_rows, size = rows.shape
     check_tensor("rows", rows, (num_rows, size), *FLOAT_DTYPES)
