@@ -18,7 +18,8 @@ from faser_backend.plugins import reference
 from faser_backend.plugins.launch import FLOAT_DTYPES, check_tensor, on_grid, runs_kernel
 
 BLOCK_RANK, BLOCK_IN, BLOCK_OUT = 16, 256, 256
-RANK_PROGRAMS, NUM_WARPS = 4, 4  # programs that share the ranks of a row
+RANK_PROGRAMS = 4  # share the ranks of a row
+NUM_WARPS = 4
 
 
 @triton.jit

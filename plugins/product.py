@@ -24,7 +24,6 @@ NUM_SMS = 128  # of a GPU, about
 FEW_OUTPUTS = 64  # of a program in calls of few rows
 MIN_PART = 512  # values
 MAX_SPLIT_ROWS, MAX_SPLIT_TILES = 192, 64  # of calls with a program per part
-DESCRIPTOR_BYTES = 16  # alignment of addresses and rows
 
 
 class ProductTile(NamedTuple):
@@ -248,6 +247,6 @@ class MatrixProduct:
 
 
 def can_describe(*tensors: torch.Tensor) -> bool:
-    """Tells whether descriptors can have the tensors: aligned halves, as tiles of floats exceed the shared memory."""
+    """Tells whether descriptors can have the tensors: halves, whose tiles fit, at multiples of 16 bytes."""
     alignments = (tensor.data_ptr() | tensor.stride(0) * tensor.itemsize for tensor in tensors)
-    return all(each.itemsize == 2 for each in tensors) and not any(each % DESCRIPTOR_BYTES for each in alignments)
+    return all(each.itemsize == 2 for each in tensors) and not any(each % 16 for each in alignments)
