@@ -18,9 +18,9 @@ POLICIES = (
     "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "goodput", "survival", "gp-lcb",
     "faser",
 )  # fmt: skip
-ORACLE = "oracle"  # knows which tokens will be accepted; cannot serve, so it is not registered
+ORACLE = "oracle"  # knows which tokens will be accepted; exists in simulations alone
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
-SIMULATED = ("none", *STATIC, "goodput", "survival", "gp-lcb", "faser")
+SIMULATED = ("none", *STATIC, "goodput", "survival", "gp-lcb", "faser", ORACLE)
 MAX_NUM_SEQS = 64  # saturates two cores; twice as many gain only a few percent
 
 
@@ -113,12 +113,12 @@ def choose_contestants(
     if names is not None:
         ablations = {contestant.name: contestant for contestant in ABLATIONS}
         chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
-        unknown = [c.name for c in chosen if _kind(c.policy) not in {*usages, ORACLE, FILE}]
+        unknown = [c.name for c in chosen if _kind(c.policy) not in {*usages, *ladder, FILE}]
         if unknown:
             raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
         return chosen, []
     others = {kind: usage for kind, usage in usages.items() if kind not in map(_kind, ladder)}
-    known = [*ladder, *(kind for kind, usage in others.items() if ":" not in usage), ORACLE]
+    known = [*ladder, *(kind for kind, usage in others.items() if ":" not in usage)]
     missing = [f"{usage}: takes an argument; name one with --policies" for usage in others.values() if ":" in usage]
     return [*map(Contestant, known), *ABLATIONS], missing
 

@@ -24,9 +24,7 @@ from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.lab.answers import Answer, Job
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.drafting import serving_knowledge
 from faser_backend.text.tokenizer import load_tokenizer
 
 TURN_S = 0.1  # a few of the longest steps; caches are cold for every engine when it resumes
@@ -171,10 +169,6 @@ class InProcess:
 
     def engine(self, name: str) -> Engine:
         return self._engines[name]
-
-    def knowledge(self, config: EngineConfig) -> Knowledge:
-        """Returns the knowledge that a policy of such an engine is given."""
-        return serving_knowledge(self._engine_dir, EngineManifest.load(self._engine_dir), config)
 
     def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """Keeps num_clients requests in flight until all jobs are answered. Returns answers and seconds."""

@@ -23,7 +23,6 @@ from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
 from faser_backend.lab.bench.compare import add_comparisons, in_words, spread_warning, table
 from faser_backend.lab.bench.measure import Ladder, Workload, reference_speeds
-from faser_backend.lab.bench.oracle import make_oracle
 from faser_backend.lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
 from faser_backend.lab.bench.report import render, roofline
 from faser_backend.lab.bench.timeline import trace_events
@@ -32,7 +31,6 @@ from faser_backend.lab.contestants import (
     AGAIN,
     FIXED_REFERENCE,
     MAX_NUM_SEQS,
-    ORACLE,
     REFERENCE,
     WHOLE,
     Contestant,
@@ -179,7 +177,7 @@ class BenchRun:
     def _config(self, policy: str, **changes: object) -> EngineConfig:
         # Every repeat asks the same prompts. Without reuse, each answer pays for its own prefill.
         return EngineConfig.from_options(
-            policy=FIXED_REFERENCE if policy == ORACLE else policy,  # replaced by the oracle below
+            policy=policy,
             max_num_seqs=MAX_NUM_SEQS,
             max_queue_size=0,
             num_kv_blocks=self._memory.num_kv_blocks,
@@ -193,11 +191,8 @@ class BenchRun:
         task = bar.add_task("loading engines", total=len(self._contestants))
         opened = []
         for contestant in self._contestants:
-            config = self._config(contestant.policy, **contestant.options)
             try:
-                place.open(contestant.name, config)
-                if contestant.policy == ORACLE:
-                    make_oracle(place.engine(contestant.name), place.knowledge(config).costs)
+                place.open(contestant.name, self._config(contestant.policy, **contestant.options))
                 opened.append(contestant)
             except ConfigError as error:
                 if contestant.policy == REFERENCE:
