@@ -1,4 +1,4 @@
-"""Compares rows of bench.json: speed-ups, the best static length, and the ladder in plain words.
+"""Compares rows of bench.json: speed-ups, the best static length, and whether answers are equal.
 
 A closed loop is judged by tokens per second. Arrivals set the throughput of a bursty load, so it is judged by the
 median time of an answer. Ratios are taken within a repeat, in which contestants rotate, and their median is shown: a
@@ -11,7 +11,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from faser_backend.lab.contestants import AGAIN, BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
+from faser_backend.lab.contestants import AGAIN, BURSTY, FIXED_REFERENCE, REFERENCE
 from faser_backend.lab.tables import Column, markdown_table
 
 CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # least difference that counts, with several repeats and with one
@@ -55,11 +55,6 @@ def is_beyond_spread(row: Row, ratio: float) -> bool:
     """Returns whether a ratio of the row's differs from 1 by more than equal engines did, and by a least amount."""
     least = CLEAR_GAIN if len(row["tokens_per_s_repeats"]) > 1 else CLEAR_GAIN_OF_ONE
     return abs(ratio - 1) > max(least, aa_difference(row))
-
-
-def is_clear(row: Row, reference: Row) -> bool:
-    """Returns whether the gain over the reference is distinguishable from the spread of equal engines."""
-    return is_beyond_spread(row, gain(row, reference))
 
 
 def best_static(group: list[Row]) -> Row | None:
@@ -122,55 +117,18 @@ def spread_warning(rows: list[Row]) -> list[str]:
     return [f"Equal engines differ by {', '.join(wide)}: the machine is busy, differences below that say nothing."]
 
 
-def in_words(rows: list[Row]) -> list[str]:
-    """Returns the ladder in sentences, made of its numbers alone."""
-    sentences = [f"Under {_load_of(g[0])}: {' '.join([_leader(g), *_others(g)])}" for g in groups(rows).values()]
+def answers_compared(rows: list[Row]) -> str:
+    """Returns how many answers differ from those of the reference, in words."""
     different = sum(row["num_different"] for row in rows)
     compared = sum(row["num_jobs"] for row in rows if row["policy"] != REFERENCE)
-    sentences.append(
-        f"All {compared} answers compared equal those of `{REFERENCE}`, token by token."
-        if different == 0
-        else f"{different} of {compared} answers differ from those of `{REFERENCE}`. scripts/check_equality.py "
-        "distinguishes errors from nearly equal scores, which another shape of a call may swap."
+    if not different:
+        return f"All {compared} answers compared equal those of {REFERENCE}, token by token."
+    return (
+        f"{different} of {compared} answers differ from those of {REFERENCE}. scripts/check_equality.py distinguishes "
+        "errors from nearly equal scores, which another shape of a call may swap."
     )
-    return sentences
 
 
 def _load_of(row: Row) -> str:
     sampling = "greedy" if row["temperature"] == 0 else f"T = {row['temperature']:g}"
     return f"{row['load']} load, {sampling}"
-
-
-def _leader(group: list[Row]) -> str:
-    ladder = [row for row in group if not row["options"]]
-    reference = next(row for row in ladder if row["policy"] == REFERENCE)
-    best = max(ladder, key=lambda row: gain(row, reference))
-    close = [f"`{row['policy']}`" for row in ladder if row is not best and not is_clear(row, best)]
-    within = f" (not distinguishable from it: {', '.join(close)})" if close else ""
-    if best is reference:
-        return f"no policy beats `{REFERENCE}`{within}: speculation does not pay here."
-    return f"`{best['policy']}` leads with {gain(best, reference):.2f}x of `{REFERENCE}`{within}."
-
-
-def _others(group: list[Row]) -> list[str]:
-    """Compares `faser` with plain decoding and static lengths, then each ablation with its policy."""
-    by_name, static = {row["policy"]: row for row in group}, best_static(group)
-    whole, told = by_name.get(WHOLE), []
-    if whole is not None:
-        references = {f"`{name}`": by_name[name] for name in (REFERENCE, FIXED_REFERENCE) if name in by_name}
-        if static is not None and static["policy"] != FIXED_REFERENCE:
-            references[f"the best static length (`{static['policy']}`)"] = static
-        for name, reference in references.items():
-            ratios = gains(whole, reference)
-            spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-            note = "" if is_clear(whole, reference) else " (not distinguishable)"
-            told.append(f"{median(ratios):.2f}x{spread} of {name}{note}")
-        told = [f"`{WHOLE}` is at {', '.join(told)}."]
-    for row in group:
-        if row["options"] and (plain := by_name.get(row["spec"])) is not None:
-            ratio = gain(row, plain)
-            verdict = "makes no clear difference" if not is_clear(row, plain) else "pays" if ratio > 1 else "costs"
-            told.append(f"`{row['policy']}` {verdict} ({ratio:.2f}x of `{row['spec']}`).")
-    if group[0].get("aa_spread"):
-        told.append(f"Equal engines: {equal_engines(group[0])}.")
-    return told

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,14 +19,13 @@ import matplotlib.pyplot as plt
 import numba
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup, escape
+from markupsafe import Markup
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
 from threadpoolctl import threadpool_limits
 
 from faser_backend.lab.answers import category_rows
-from faser_backend.lab.bench.compare import equal_engines, gain, gains, groups, in_words, metric_of, ratio_of
-from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE, WHOLE
+from faser_backend.lab.bench.compare import answers_compared, equal_engines, gain, gains, groups, metric_of, ratio_of
+from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
 from faser_backend.lab.shapes import row_flops
 from faser_backend.lab.tables import Column
 from faser_backend.manifest import ModelEngine
@@ -140,16 +138,15 @@ def render(bench: dict[str, Any]) -> str:
     environment = Environment(
         loader=PackageLoader("faser_backend.lab.bench", "."), autoescape=True, undefined=StrictUndefined
     )
-    environment.filters["ticks"] = _ticks
     rows, meta = bench["rows"], bench["meta"]
     with plt.rc_context(STYLE):
-        plots = {"gains": _svg(draw_gains(rows)), "throughput_latency": _svg(draw_throughput_latency(rows))}
+        gains_plot = _svg(draw_gains(rows))
     return environment.get_template("report.html.j2").render(
         meta=meta,
         rows=rows,
         groups=groups(rows),
-        words=in_words(rows),
-        plots=plots,
+        equality=answers_compared(rows),
+        gains_plot=gains_plot,
         columns=(GAINS, LATENCIES, DRAFTS, WORK),
         category_columns=CATEGORIES,
         category_rows=category_rows,
@@ -157,11 +154,6 @@ def render(bench: dict[str, Any]) -> str:
         saturated=MAX_NUM_SEQS,
         roofline=roofline_in_words(meta["roofline"], rows),
     )
-
-
-def _ticks(text: str) -> Markup:
-    """Turns a word in backticks into HTML code."""
-    return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
 
 
 def _svg(figure: Figure) -> Markup:
@@ -209,31 +201,6 @@ def draw_gains(rows: list[Row]) -> Figure:
     grid[0, 0].set_ylim(len(names) - 0.5, -0.5)
     marks = ", ".join(map(": ".join, zip(("circles", "squares"), map(_temperature, temperatures), strict=False)))
     figure.supxlabel(f"times as fast as {REFERENCE} ({marks})", fontsize=9.5)
-    return figure
-
-
-def draw_throughput_latency(rows: list[Row]) -> Figure:
-    """Draws a line per policy through the closed loops: tokens per second and time per output token."""
-    closed = [row for row in rows if row["load"] != BURSTY.name and not row["options"]]
-    temperatures = _distinct(closed, "temperature")
-    size = (4.6 * len(temperatures) + 1.8, 3.9)
-    figure, grid = plt.subplots(1, len(temperatures), sharey=True, squeeze=False, figsize=size, layout="constrained")
-    for axes, temperature in zip(grid[0], temperatures, strict=True):
-        for name in _distinct(closed, "policy"):
-            line = [row for row in closed if (row["policy"], row["temperature"]) == (name, temperature)]
-            line.sort(key=lambda row: row["num_clients"])
-            x, y = ([row[key] for row in line] for key in ("tokens_per_s", "tpot_ms_p50"))
-            colour = COLOURS.get(name, OTHER_COLOUR)
-            width = 2.4 if name in (REFERENCE, WHOLE) else 1.4
-            axes.plot(x, y, "o-", markersize=4.5, linewidth=width, color=colour, label=name)
-        axes.set(yscale="log", title=_temperature(temperature), xlabel="output tokens per second")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_xlim(left=0)
-    grid[0, 0].set_ylabel("time per output token, median, ms")
-    counts = " / ".join(map(str, sorted(_distinct(closed, "num_clients"))))
-    grid[0, -1].legend(title=f"points: {counts}\nin flight", loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 

@@ -25,7 +25,7 @@ from faser_backend.lab.answers import (
 )
 from faser_backend.lab.bench import compare
 from faser_backend.lab.bench.command import run_bench
-from faser_backend.lab.bench.compare import add_comparisons, best_static, gain, in_words, is_clear
+from faser_backend.lab.bench.compare import add_comparisons, best_static, gain
 from faser_backend.lab.bench.wire import make_request
 from faser_backend.lab.checks.servers import LoadClient, serve_all
 from faser_backend.lab.command_options import BenchOptions
@@ -91,7 +91,7 @@ def test_rows_add_up(bench):
 def test_report_is_one_file_that_says_what_it_is(output: Path, bench):
     html = (output / "report.html").read_text()
     assert not re.search(r'(?:src|href)="(?!https://ui\.perfetto\.dev|#)', html)
-    assert html.count("<svg") == 2 and len(html) < 3_000_000
+    assert html.count("<svg") == 1 and len(html) < 3_000_000
     for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "goodput", "seed 3", "<td>writing</td>"):
         assert text in html
     assert "had only guesses" in html  # these engines were never profiled
@@ -332,8 +332,7 @@ def test_ratios_are_taken_within_a_repeat_and_told_with_their_range():
     rows = [slow, fast]
     add_comparisons(rows)
     assert fast["speedup_none"] == pytest.approx(1.08) and fast["speedup_none_range"] == pytest.approx([1.05, 1.1])
-    assert is_clear(fast, slow) and not is_clear(row("faser", 101), slow)
-    assert "1.08x (1.05 to 1.10) of `none`." in in_words(rows)[0] and compare.ratio_of(fast, "none") == "1.08"
+    assert compare.ratio_of(fast, "none") == "1.08"
 
 
 def test_a_ratio_within_the_spread_of_equal_engines_is_marked():
@@ -341,5 +340,4 @@ def test_a_ratio_within_the_spread_of_equal_engines_is_marked():
     add_comparisons(rows)
     assert [each["policy"] for each in rows] == ["none", "faser", "fixed:2"], "the second engine has no row"
     assert [compare.ratio_of(each, "none") for each in rows] == ["1.00", "1.05 (within spread)", "1.10"]
-    assert "1.05x (1.05 to 1.05) of `none` (not distinguishable)" in in_words(rows)[0]
-    assert "Equal engines: 0.94-0.94" in in_words(rows)[0]
+    assert compare.equal_engines(rows[1]) == "0.94-0.94"
