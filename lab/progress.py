@@ -20,9 +20,9 @@ from rich.progress import (
 LINE_S = 10.0  # between two lines about the same part
 
 
-def progress_bar(console: Console | None = None) -> Progress:
+def progress_bar() -> Progress:
     """Returns the progress display of all commands: a bar on a terminal, otherwise ProgressLines."""
-    console = console or Console(file=sys.stderr)
+    console = Console(file=sys.stderr)
     if not console.is_terminal:
         return ProgressLines(console)
     columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())

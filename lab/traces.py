@@ -83,13 +83,6 @@ def scaled(trace: Trace, rate: float) -> Trace:
     return replace(trace, arrivals_s=trace.arrivals_s * factor, description=words)
 
 
-def arriving_as(trace: Trace, other: Trace) -> Trace:
-    """Returns this trace's lengths with another's arrivals. Raises ConfigError if the other is shorter."""
-    if len(other) < len(trace):
-        raise ConfigError(f"arrivals: {len(other)} requests are too few for {len(trace)}")
-    return replace(trace, arrivals_s=other.arrivals_s[: len(trace)], description=other.description)
-
-
 def with_rate_curve(trace: Trace, rate: float, peak_trough: float, seed: int) -> Trace:
     """Returns Poisson arrivals whose rate swings once from trough to peak and back, sinusoidally in its logarithm.
 
@@ -140,13 +133,11 @@ def fitted_to(trace: Trace, max_context: int) -> Trace:
     return Trace(trace.arrivals_s, prompts, outputs, words)
 
 
-def make_lengths(
-    count: int, rng: np.random.Generator, medians: tuple[int, int] = (MEDIAN_PROMPT_TOKENS, MEDIAN_OUTPUT_TOKENS)
-) -> Trace:
+def make_lengths(count: int, rng: np.random.Generator) -> Trace:
     """Returns a trace of synthetic lengths; all requests arrive at once."""
     prompts, outputs = (
         np.clip(rng.lognormal(math.log(median), LENGTH_SIGMA, count), 4, 4 * median).astype(np.int64)
-        for median in medians
+        for median in (MEDIAN_PROMPT_TOKENS, MEDIAN_OUTPUT_TOKENS)
     )
     return Trace(np.zeros(count), prompts, outputs, "synthetic lengths")
 

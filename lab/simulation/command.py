@@ -37,11 +37,8 @@ MOST_REQUESTS = 1000  # unless more are asked for
 REPORT_BYTES = 1 << 20  # of both files, at most
 MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
 LEAST_HEADROOM = 0.01  # of the reference's time, below which a share of it means nothing
-EXCLUSIVE = (("peak_trough", "arrivals"), ("rate", "loads"), ("spread", "mix"), ("acceptance", "mix"))
-RANGES = {
-    "acceptance": (0.0, 1.0), "exit_auc": (0.5, 1.0), "spread": (0.0, 0.5), "draft_call_ms": (0.0, 1e3),
-    "host_step_ms": (0.0, 1e3),
-}  # fmt: skip
+EXCLUSIVE = (("rate", "loads"), ("spread", "mix"), ("acceptance", "mix"))
+RANGES = {"acceptance": (0.0, 1.0), "exit_auc": (0.5, 1.0), "spread": (0.0, 0.5)}
 COLUMNS = (
     Column("policy", "policy"), Column("tok/s", "tokens_per_s", "{:.0f}"), Column("x", "speedup", "{:.2f}"),
     Column("e2e mean s", "e2e_s_mean", "{:.2f}"), Column("change", "e2e_change", "{:+.0%}"),
@@ -87,8 +84,6 @@ def load_shares(options: SimulateOptions) -> list[float]:
 def make_trace(options: SimulateOptions) -> traces.Trace:
     """Raises ConfigError for a file that is no trace, or too short."""
     trace = traces.read_trace(options.trace, options.requests or MOST_REQUESTS, may_be_shorter=options.requests is None)
-    if options.arrivals is not None:
-        trace = traces.arriving_as(trace, traces.read_trace(options.arrivals, len(trace)))
     if options.lengths is not None:
         means = _numbers("--lengths", options.lengths, "mean prompt and output tokens, e.g. 755/200", 1e6)
         trace = traces.with_mean_lengths(trace, *means)
@@ -116,7 +111,7 @@ def make_world(options: SimulateOptions, trace: traces.Trace) -> tuple[World, tr
     if options.spread is not None:
         words = f"normal around {mean:.0%} with standard deviation {options.spread:g}, cut to 2 to 98 %"
         world = worlds.with_levels(world, worlds.spread_levels(mean, options.spread), words)
-    return worlds.behind_host(world, options.draft_call_ms, options.host_step_ms), trace
+    return world, trace
 
 
 def _numbers(option: str, text: str, meaning: str, most: float) -> list[float]:

@@ -80,20 +80,6 @@ def roofline(machine: Machine, pair: Pair) -> CostModel:
     return CostModel(segments, OVERHEAD, np.zeros(1), is_measured=True, is_padded=False, drafts_at_once=True)
 
 
-def with_host(costs: CostModel, draft_call_ms: float, host_step_ms: float | None) -> CostModel:
-    """The same device behind another host: a draft call takes so long at least, as its launches do, and the work around
-    the calls of a step so long, or as before."""
-
-    def floored(call: CallCost) -> CallCost:
-        rows, floor_us = call.rows, 1e3 * draft_call_ms
-        knots = np.union1d(rows.knots, [np.interp(floor_us, rows.values_us, rows.knots)])  # one where both meet
-        return replace(call, rows=Curve(knots, np.maximum(rows(knots), floor_us)))
-
-    segments = {key: tuple(map(floored, each)) if key[0] == DRAFT else each for key, each in costs.segments.items()}
-    step_us = costs.overhead.step_us if host_step_ms is None else 1e3 * host_step_ms
-    return replace(costs, segments=segments, overhead=replace(costs.overhead, step_us=step_us))
-
-
 def kv_capacity_tokens(machine: Machine, pair: Pair) -> int:
     """Returns how many tokens' KV fits beside the weights. Raises ConfigError if the weights do not fit."""
     ways = machine.num_gpus

@@ -12,7 +12,7 @@ import numpy as np
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.shapes import MACHINES, PAIRS
 from faser_backend.lab.simulation.acceptance import RETENTION, demo_process, fitted_fits
-from faser_backend.lab.simulation.costs import ASSUMPTIONS, kv_capacity_tokens, roofline, with_host
+from faser_backend.lab.simulation.costs import ASSUMPTIONS, kv_capacity_tokens, roofline
 from faser_backend.lab.simulation.engine import World
 from faser_backend.manifest import EngineManifest, ModelEngine
 from faser_backend.serving.profile_store import load_knowledge
@@ -72,21 +72,8 @@ def spread_levels(mean: float, deviation: float) -> list[float]:
     return [min(max(normal.inv_cdf((i + 0.5) / SPREAD_LEVELS), 0.02), 0.98) for i in range(SPREAD_LEVELS)]
 
 
-def behind_host(world: World, draft_call_ms: float | None, host_step_ms: float | None) -> World:
-    """See costs.with_host; None leaves what is."""
-    told = []
-    if draft_call_ms is not None:
-        told.append(f"A draft call takes {draft_call_ms:g} ms at least: what the host needs to launch it.")
-    if host_step_ms is not None:
-        told.append(f"The host takes {host_step_ms:g} ms a step around the calls, instead of what is said elsewhere.")
-    costs = with_host(world.costs, draft_call_ms or 0.0, host_step_ms)
-    return replace(world, costs=costs, assumptions=(*world.assumptions, *told))
-
-
-def profile_world(
-    engine_dir: Path, max_num_seqs: int, acceptance: float | None = None, *, kind: str = "sampled"
-) -> World:
-    """kind: of the demo pair's traces, "greedy" or "sampled". Raises ManifestError or ConfigError."""
+def profile_world(engine_dir: Path, max_num_seqs: int, acceptance: float | None = None) -> World:
+    """Raises ManifestError or ConfigError."""
     manifest = EngineManifest.load(engine_dir)
     if manifest.draft is None:
         raise ConfigError(f"{engine_dir}: has no draft model; what is simulated is the acceptance of a pair of models")
@@ -97,8 +84,8 @@ def profile_world(
         (index, segment.last_layer) for index, segment in enumerate(manifest.target.segments) if segment.has_exit_scores
     )
     max_context = min(manifest.target.spec.max_context, manifest.draft.spec.max_context)
-    aucs = _exit_aucs(kind, [layer / manifest.target.spec.num_layers for _, layer in exits])
-    process = demo_process(kind).with_exits(aucs)
+    aucs = _exit_aucs([layer / manifest.target.spec.num_layers for _, layer in exits])
+    process = demo_process("sampled").with_exits(aucs)
     level = "of the demo pair"
     if acceptance is not None:
         process, level = process.at_level(acceptance), f"of the demo pair, moved to {acceptance:.0%} of positions"
@@ -114,7 +101,7 @@ def profile_world(
         assumptions=(
             f"Costs are those that `faser profile` measured; KV memory holds {max_num_seqs} full contexts of "
             f"{max_context} tokens.",
-            f"Acceptance is that {level} ({kind} texts)."
+            f"Acceptance is that {level} (sampled texts)."
             + "".join(f" Exit at {layer}: AUC {auc:.2f}." for (_, layer), auc in zip(exits, aucs, strict=True)),
             "Prompt chunks pay for their model calls alone. Calls of a shape that was never seen cost no more.",
             DECODING,
@@ -126,9 +113,9 @@ def _layers(model: ModelEngine) -> tuple[int, ...]:
     return tuple(segment.last_layer - segment.first_layer for segment in model.segments)
 
 
-def _exit_aucs(kind: str, depths: list[float]) -> tuple[float, ...]:
+def _exit_aucs(depths: list[float]) -> tuple[float, ...]:
     """Measured on the demo pair, beyond the draft's margin; between its exits interpolated by relative depth."""
-    measured = {int(layer): figures["auc_given_margin"] for layer, figures in fitted_fits()[kind]["exits"].items()}
+    measured = {int(layer): figures["auc_given_margin"] for layer, figures in fitted_fits()["sampled"]["exits"].items()}
     known = np.array([0.0, *(layer / 6 for layer in measured), 1.0])  # of 6 layers; nothing is known before the first
     aucs = np.array([0.5, *measured.values(), 0.99])
     return tuple(np.maximum(np.interp(depths, known, aucs), 0.5).tolist())

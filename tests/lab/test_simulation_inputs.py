@@ -106,7 +106,7 @@ def simulate(*arguments: object):
 def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
     path = csv(HEADER + "".join(f"2023-11-16 18:15:{index:02d}.0000000,200,60\n" for index in range(48)))
     named = ("--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "fixed:4,survival,oracle")
-    more = ("--loads", "0.5,1.2", "--mix", "0.9/0.5", "--draft-call-ms", 0.8)
+    more = ("--loads", "0.5,1.2", "--mix", "0.9/0.5")
     done = simulate("--trace", path, *named, *more, "--requests", 48, "--output", tmp_path)
     assert done.exit_code == 0, done.output
     content = json.loads((tmp_path / "simulation.json").read_text())

@@ -1,10 +1,10 @@
-"""Request traces: read from files, scaled, given other arrivals and lengths."""
+"""Request traces: read from files, scaled to rates and lengths."""
 
 import numpy as np
 import pytest
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.lab.traces import Trace, arriving_as, fitted_to, read_trace, with_rate_curve
+from faser_backend.lab.traces import Trace, fitted_to, read_trace, with_rate_curve
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 LINES = [f"2023-11-16 18:15:{46 + i}.6805900,{374 + i},{44 + i}\n" for i in range(6)]
@@ -62,14 +62,6 @@ def test_a_missing_file_and_too_few_requests_are_refused(csv, tmp_path):
 def test_impossible_curves_are_refused(rate, ratio):
     with pytest.raises(ConfigError, match=r"rate = |peak-trough = "):
         with_rate_curve(many(10), rate, ratio, seed=0)
-
-
-def test_lengths_can_arrive_as_another_trace(csv):
-    other = read_trace(csv())
-    trace = arriving_as(many(6), other)
-    assert (trace.arrivals_s == other.arrivals_s).all() and (trace.num_prompt_tokens == 100).all()
-    with pytest.raises(ConfigError, match="6 requests are too few for 7"):
-        arriving_as(many(7), other)
 
 
 def test_lengths_are_fitted_to_a_context_and_the_report_says_so():
