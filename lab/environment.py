@@ -27,10 +27,10 @@ def describe(seed: int) -> dict[str, Any]:
     """Returns a run's meta data as plain values for JSON. gpu: the GPU of the machine, used or not; else None."""
     from faser_backend.cpu.runtime import cpu_name
 
-    gpu = gpu_name()
+    gpu = ", ".join([*query_gpu().values()][:2])  # name and driver
     return {
         "device": cpu_name(),
-        "gpu": gpu,
+        "gpu": gpu or None,
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "versions": installed_versions(PACKAGES + (GPU_PACKAGES if gpu else ())),
         "seed": seed,
@@ -47,16 +47,6 @@ def describe_checkout() -> dict[str, Any]:
         "commit": commit(),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }
-
-
-def gpu_name() -> str | None:
-    from faser_backend.cuda.green_contexts import DriverError, gpu_facts, load_driver
-
-    try:
-        facts = gpu_facts(load_driver())
-    except (DriverError, ImportError):
-        return None
-    return f"{facts.name}, {facts.num_sms} SMs, CUDA driver {facts.driver}"
 
 
 def query_gpu() -> dict[str, str]:

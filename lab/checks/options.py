@@ -22,7 +22,6 @@ SHARED: dict[str, dict[str, Any]] = {
     "max-tokens": {"type": int, "help": "tokens of an answer"},
     "seed": {"type": int, "default": 0},
     "serve-options": {"default": "", "help": "more options for `faser serve`, separated by spaces"},
-    "json": {"type": Path, "help": "file to write figures into"},
     "name": {"help": "stem of the files"},
     "output": {"type": Path, "default": RESULTS},
 }

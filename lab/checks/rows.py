@@ -1,16 +1,14 @@
 """Times of calls of few rows on a CPU, beside what the machine could do.
 
-    python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--logits all|last] [--prompts 128,512] [--json FILE]
+    python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--prompts 128,512]
 
-A call is one sequence's: so many rows at the end of a context. Row counts take turns with a reading of memory and with
-a large product of matrices, so that all are of the same minutes. Prompts are read in calls of
-PROMPT_ROWS, as a server reads them. It writes {"bandwidth_gb_s", "peak_gflops", "weight_bytes", "rows_ms": {"1": ..},
-"prompt_ms": {"128": ..}} and the quartiles of rows.
+A call is one sequence's: so many rows after CONTEXT tokens, with logits of all. Row counts take turns with a reading of
+memory and with a large product of matrices, so that all are of the same minutes. Prompts are read in calls of
+PROMPT_ROWS, as a server reads them.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import time
@@ -23,23 +21,21 @@ from faser_backend.lab.bench.report import MachineLimits
 from faser_backend.lab.checks.options import integers, make_parser
 from faser_backend.lab.checks.target import OpenTarget
 
+CONTEXT = 128  # tokens before the rows
 PROMPT_ROWS = 256  # of a call; in larger ones, results leave the caches between a layer's products
 
 
 def main() -> None:
-    parser = make_parser(__doc__, "json", repeats=30, threads=len(os.sched_getaffinity(0)))
+    parser = make_parser(__doc__, repeats=30, threads=len(os.sched_getaffinity(0)))
     parser.add_argument("engine_dir", type=Path)
     parser.add_argument("--rows", default="1,6,16", help="of a call, separated by commas")
-    parser.add_argument("--context", type=int, default=128, help="tokens before the rows")
-    help_text = "rows with logits: a verification's, or a prompt's"
-    parser.add_argument("--logits", choices=["all", "last"], default="all", help=help_text)
     parser.add_argument("--prompts", default="", help="tokens of whole prompts, separated by commas")
     args = parser.parse_args()
     counts, rates = integers(args.rows), []
     times: dict[int, list[float]] = {count: [] for count in counts}
     prompts = integers(args.prompts) if args.prompts else []
     prompt_times: dict[int, list[float]] = {count: [] for count in prompts}
-    longest = max(args.context + max(counts), *prompts, 0)
+    longest = max(CONTEXT + max(counts), *prompts, 0)
     with (
         closing(MachineLimits(args.threads)) as limits,
         closing(OpenTarget(args.engine_dir, longest, num_threads=args.threads, is_filled=True)) as target,
@@ -53,7 +49,7 @@ def main() -> None:
                 target.logits(tokens[count][first : first + most_rows], context + first, num_logits)
             return 1e3 * (time.perf_counter() - began)
 
-        calls = [(count, args.context, count if args.logits == "all" else 1, count) for count in counts]
+        calls = [(count, CONTEXT, count, count) for count in counts]
         for call in calls:
             call_ms(*call)
         for _ in range(args.repeats):
@@ -76,19 +72,8 @@ def main() -> None:
             f"{count:5d} rows {middle:8.2f} ms ({low:.2f} to {high:.2f}), {middle / floor_ms:.2f}x reading the "
             f"weights, {middle / quartiles[counts[0]][1]:.2f}x the call of {counts[0]}"
         )
-    of_prompts = {str(count): statistics.median(found) for count, found in prompt_times.items()}
-    for count, middle in of_prompts.items():
-        print(f"a prompt of {count} tokens {middle:8.2f} ms")
-    if args.json is not None:
-        result = {
-            "runtime": target.manifest.runtime, "weights": model.weight_format.title, "threads": args.threads,
-            "context": args.context, "logits": args.logits, "bandwidth_gb_s": bandwidth / 1e9,
-            "peak_gflops": peak / 1e9, "weight_bytes": model.num_weight_bytes,
-            "rows_ms": {str(count): middle for count, (_, middle, _) in quartiles.items()},
-            "prompt_ms": of_prompts,
-            "rows_ms_quartiles": {str(count): [low, high] for count, (low, _, high) in quartiles.items()},
-        }  # fmt: skip
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    for count, found in prompt_times.items():
+        print(f"a prompt of {count} tokens {statistics.median(found):8.2f} ms")
 
 
 if __name__ == "__main__":
