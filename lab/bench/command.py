@@ -21,7 +21,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
-from faser_backend.lab.bench.compare import add_comparisons, answers_compared, spread_warning, table
+from faser_backend.lab.bench.compare import add_comparisons, headline, table
 from faser_backend.lab.bench.measure import Ladder, Workload, reference_speeds
 from faser_backend.lab.bench.plan import MAX_CONTEXT, estimate_s, fitted, in_minutes, load_s, plan_memory, timeline_s
 from faser_backend.lab.bench.report import render, roofline
@@ -132,13 +132,13 @@ class BenchRun:
             "exit_layers": list(self._manifest.exit_layers),
             "bursty": ladder.bursty,
             "missing": self.missing,
-            "warnings": self.warnings + spread_warning(ladder.rows),
+            "warnings": self.warnings,
             "timelines": timelines,
             "roofline": roofline(self._manifest.target),
         }
         write_files(options.output, {"meta": meta, "rows": ladder.rows}, events)
-        sentences = [answers_compared(ladder.rows), *meta["warnings"]]
-        lines = [*table(ladder.rows), "", *(f"- {sentence.replace('`', '')}" for sentence in sentences)]
+        sentences = [*headline(ladder.rows), *meta["warnings"]]
+        lines = [*table(ladder.rows), "", *(f"- {sentence}" for sentence in sentences)]
         print("\n".join(lines + [f"- left out: {each}" for each in self.missing]), flush=True)
         print(f"wrote {options.output}/bench.json, report.html and timeline.json", file=sys.stderr)
         return is_whole

@@ -1,4 +1,4 @@
-"""Compares rows of bench.json: speed-ups, the best static length, and whether answers are equal.
+"""Compares rows of bench.json: speed-ups, the best static length, and the ladder in words.
 
 A closed loop is judged by tokens per second. Arrivals set the throughput of a bursty load, so it is judged by the
 median time of an answer. Ratios are taken within a repeat, in which contestants rotate, and their median is shown: a
@@ -11,7 +11,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from faser_backend.lab.contestants import AGAIN, BURSTY, FIXED_REFERENCE, REFERENCE
+from faser_backend.lab.contestants import AGAIN, BURSTY, FIXED_REFERENCE, REFERENCE, WHOLE
 from faser_backend.lab.tables import Column, markdown_table
 
 CLEAR_GAIN, CLEAR_GAIN_OF_ONE = 0.02, 0.05  # least difference that counts, with several repeats and with one
@@ -45,16 +45,15 @@ def gain(row: Row, reference: Row) -> float:
     return median(gains(row, reference))
 
 
-def aa_difference(row: Row) -> float:
-    """Returns the largest difference of equal engines from 1 in any repeat; 0.0 if it was not measured."""
-    spread = row.get("aa_spread")
-    return max(1 - spread["least"], spread["most"] - 1) if spread else 0.0
-
-
-def is_beyond_spread(row: Row, ratio: float) -> bool:
-    """Returns whether a ratio of the row's differs from 1 by more than equal engines did, and by a least amount."""
+def noise(row: Row) -> float:
+    """Returns the relative difference up to which a ratio of the row's says nothing: at least that of equal engines."""
     least = CLEAR_GAIN if len(row["tokens_per_s_repeats"]) > 1 else CLEAR_GAIN_OF_ONE
-    return abs(ratio - 1) > max(least, aa_difference(row))
+    spread = row.get("aa_spread") or {"least": 1.0, "most": 1.0}
+    return max(least, 1 / spread["least"] - 1, spread["most"] - 1)
+
+
+def is_beyond_noise(row: Row, ratio: float) -> bool:
+    return max(ratio, 1 / ratio) - 1 > noise(row)
 
 
 def best_static(group: list[Row]) -> Row | None:
@@ -81,12 +80,12 @@ def add_comparisons(rows: list[Row]) -> None:
 
 
 def ratio_of(row: Row, reference: str) -> str | None:
-    """Returns the row's ratio in the metric of its load, marked if equal engines differ as much. reference: `none`,
-    `fixed4` or `best_static`."""
+    """Returns the row's ratio in the metric of its load, marked (~1) if it is noise. reference: `none`, `fixed4` or
+    `best_static`."""
     ratio = row[f"{metric_of(row)}_{reference}"]
     if ratio is None:
         return None
-    return f"{ratio:.2f}" + ("" if ratio == 1.0 or is_beyond_spread(row, ratio) else " (within spread)")
+    return f"{ratio:.2f}" + ("" if ratio == 1.0 or is_beyond_noise(row, ratio) else " (~1)")
 
 
 def equal_engines(row: Row) -> str | None:
@@ -108,27 +107,32 @@ def table(rows: list[Row]) -> list[str]:
     return markdown_table(columns, rows)
 
 
-def spread_warning(rows: list[Row]) -> list[str]:
-    """Returns a warning if equal engines differ by more than the least difference that counts."""
-    found = {_load_of(row): aa_difference(row) for row in rows}
-    wide = [f"{difference:.0%} ({load})" for load, difference in found.items() if difference > CLEAR_GAIN]
-    if not wide:
-        return []
-    return [f"Equal engines differ by {', '.join(wide)}: the machine is busy, differences below that say nothing."]
-
-
-def answers_compared(rows: list[Row]) -> str:
-    """Returns how many answers differ from those of the reference, in words."""
+def headline(rows: list[Row]) -> list[str]:
+    """Returns in three sentences what the ladder means for this machine."""
+    names = [row["policy"] for row in rows if not row["options"]]
+    mine = [row for row in rows if row["policy"] == (WHOLE if WHOLE in names else names[-1])]
     different = sum(row["num_different"] for row in rows)
     compared = sum(row["num_jobs"] for row in rows if row["policy"] != REFERENCE)
-    if not different:
-        return f"All {compared} answers compared equal those of {REFERENCE}, token by token."
-    return (
-        f"{different} of {compared} answers differ from those of {REFERENCE}. scripts/check_equality.py distinguishes "
-        "errors from nearly equal scores, which another shape of a call may swap."
-    )
+    answers = f"{different} of {compared} answers differ from" if different else f"all {compared} answers equal"
+    each = [f"{noise(row):.0%} under {_load_of(row)}" for row in mine]
+    return [
+        *_standing(mine, "none", "plain decoding"),
+        *_standing(mine, "best_static", "the best fixed length, known only afterwards"),
+        f"Differences up to {', '.join(each)} are noise; {answers} those of plain decoding.",
+    ]
+
+
+def _standing(rows: list[Row], reference: str, name: str) -> list[str]:
+    """Returns a sentence that compares one policy's rows with a reference, if there is one."""
+    loads: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
+    for row in rows:
+        ratio = row[f"{metric_of(row)}_{reference}"]
+        if ratio is not None and row["policy"] != REFERENCE:
+            verdict = "level" if not is_beyond_noise(row, ratio) else "ahead" if ratio > 1 else "behind"
+            loads[verdict].append(f"{_load_of(row)} ({ratio:.2f}x)")
+    found = [f"{verdict} under {', '.join(under)}" for verdict, under in loads.items() if under]
+    return [f"Against {name}, {rows[0]['policy']} is {'; '.join(found)}."] if found else []
 
 
 def _load_of(row: Row) -> str:
-    sampling = "greedy" if row["temperature"] == 0 else f"T = {row['temperature']:g}"
-    return f"{row['load']} load, {sampling}"
+    return f"{'greedy ' if row['temperature'] == 0 else ''}{row['load']} load"

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
 from faser_backend.lab.answers import category_rows
-from faser_backend.lab.bench.compare import answers_compared, equal_engines, gain, gains, groups, metric_of, ratio_of
+from faser_backend.lab.bench.compare import equal_engines, gain, gains, groups, headline, metric_of, ratio_of
 from faser_backend.lab.contestants import BURSTY, MAX_NUM_SEQS, REFERENCE
 from faser_backend.lab.shapes import row_flops
 from faser_backend.lab.tables import Column
@@ -145,7 +145,7 @@ def render(bench: dict[str, Any]) -> str:
         meta=meta,
         rows=rows,
         groups=groups(rows),
-        equality=answers_compared(rows),
+        headline=headline(rows),
         gains_plot=gains_plot,
         columns=(GAINS, LATENCIES, DRAFTS, WORK),
         category_columns=CATEGORIES,
@@ -176,7 +176,7 @@ def draw_gains(rows: list[Row]) -> Figure:
     """Draws a panel per load, with a mark per contestant: its gain over the reference, from the worst to the best
     repeat. Hollow marks are ablations."""
     names, loads, temperatures = (_distinct(rows, key) for key in ("policy", "load", "temperature"))
-    size = (2.6 * len(loads) + 1.6, 0.29 * len(names) + 1.4)
+    size = (2.1 * len(loads) + 1.4, 0.29 * len(names) + 1.4)
     figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size, layout="constrained")
     for (load, temperature), group in groups(rows).items():
         axes, index = grid[0, loads.index(load)], temperatures.index(temperature)
@@ -195,7 +195,8 @@ def draw_gains(rows: list[Row]) -> Figure:
             )
         axes.axvline(1.0, color="#6b6b6b", linewidth=1, linestyle="--")
         axes.set_title(f"{load} ({'whole answers' if load == BURSTY.name else 'throughput'})")
-        axes.set_xlim(left=0.0)
+        axes.set_xlim(0.0, 1.06 * axes.dataLim.x1)  # marks are drawn whole
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(axis="y", visible=False)
     grid[0, 0].set_yticks(range(len(names)), names)
     grid[0, 0].set_ylim(len(names) - 0.5, -0.5)
