@@ -6,13 +6,13 @@ so an unverified draft token would have been accepted iff the answer holds it at
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from faser_backend.core.decision import PipelineMode, Score
+from faser_backend.core.decision import PipelineMode
 from faser_backend.core.record import StepRecord
-from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import PhaseEvent
 
@@ -20,31 +20,11 @@ MODEL_CALLS = frozenset({"draft_model", "target_model", "prefill_model"})
 PLANNING = frozenset({"schedule", "observe"})
 
 
-class StepNote(NamedTuple):
-    """A step's record without its logits. Arrays are over the B sequences that were verified."""
-
-    start_ns: int
-    end_ns: int
-    mode: PipelineMode
-    sequences: list[Sequence]
-    ahead: set[Sequence]  # sequences of these for which the draft ran ahead
-    num_tokens: np.ndarray  # [B] before the step
-    drafted: np.ndarray  # [B, K]
-    num_drafted: np.ndarray  # [B]
-    num_rows: np.ndarray  # [B] rows that entered the target
-    num_kept: np.ndarray  # [B] rows that left it
-    num_accepted: np.ndarray  # [B]
-    num_emitted: np.ndarray  # [B]
-    num_row_layers: int
-    propose_us: float
-    verify_us: float
-    overlap_us: float
-    reason: str = ""  # the decision's reason, in words
-    scores: tuple[Score, ...] = ()  # the policy's scores of its candidates
-
-
 class StepLog:
-    """The records of one engine's steps, and the laps of both lanes (none in virtual time). `start` clears them."""
+    """The records of one engine's steps without their logits, and the laps of both lanes (none in virtual time).
+
+    `start` clears them.
+    """
 
     def __init__(self, engine: Engine, *, with_laps: bool = True) -> None:
         self._step_runner = engine.step_runner
@@ -53,37 +33,14 @@ class StepLog:
         engine.step_runner.observers.append(self._note)
 
     def start(self) -> None:
-        self.notes: list[StepNote] = []
+        self.records: list[StepRecord] = []
         self.target_laps: list[PhaseEvent] = []  # with the laps of the step itself
         self.draft_laps: list[PhaseEvent] = []
         if self._with_laps:
             self._step_runner.times.events, self._step_runner.draft_times.events = self.target_laps, self.draft_laps
 
     def _note(self, record: StepRecord) -> None:
-        frontier, verification, acceptance = record.frontier, record.verification, record.acceptance
-        decision = record.plan.decision
-        self.notes.append(
-            StepNote(
-                record.start_ns,
-                record.end_ns,
-                decision.mode,
-                record.plan.decodes,
-                set(record.plan.drafts).intersection(record.plan.decodes) if record.plan.drafts else set(),
-                record.num_tokens,
-                frontier.drafted,
-                frontier.num_drafted,
-                frontier.num_rows,
-                verification.num_kept,
-                acceptance.num_accepted,
-                acceptance.num_emitted,
-                verification.num_row_layers,
-                record.propose_us,
-                record.verify_us,
-                record.overlap_us,
-                decision.reason,
-                decision.scores,
-            )
-        )
+        self.records.append(replace(record, verification=replace(record.verification, logits=None)))
 
 
 class Lost(NamedTuple):
@@ -93,21 +50,22 @@ class Lost(NamedTuple):
     to_exit: int
 
 
-def count_lost(notes: list[StepNote]) -> Lost:
+def count_lost(records: list[StepRecord]) -> Lost:
     """Compares dropped tokens with the answers' tokens at their positions. All answers must be complete.
 
     A dropped token counts only if everything before it in its chain was accepted, or would have been.
     """
     to_trim = to_exit = 0
-    for note in notes:
-        drops = (note.num_kept < note.num_drafted) & (note.num_accepted == note.num_kept)
+    for record in records:
+        frontier, num_kept = record.frontier, record.verification.num_kept
+        drops = (num_kept < frontier.num_drafted) & (record.acceptance.num_accepted == num_kept)
         for row in np.flatnonzero(drops):
-            sequence, kept, drafted = note.sequences[row], int(note.num_kept[row]), int(note.num_drafted[row])
-            first = int(note.num_tokens[row])  # position of the chain's first token
+            sequence, kept, drafted = record.plan.decodes[row], int(num_kept[row]), int(frontier.num_drafted[row])
+            first = int(record.num_tokens[row])  # position of the chain's first token
             answer = sequence.token_ids[first + kept : min(first + drafted, sequence.num_tokens)]
-            dropped = note.drafted[row, kept : kept + answer.size]
+            dropped = frontier.drafted[row, kept : kept + answer.size]
             run = int(np.logical_and.accumulate(answer == dropped).sum())
-            pruned = min(run, max(0, int(note.num_rows[row]) - kept))
+            pruned = min(run, max(0, int(frontier.num_rows[row]) - kept))
             to_exit += pruned
             to_trim += run - pruned
     return Lost(to_trim, to_exit)
@@ -115,24 +73,29 @@ def count_lost(notes: list[StepNote]) -> Lost:
 
 def figures(log: StepLog, num_layers: int) -> dict[str, float]:
     """Returns the figures of a run that bench.json adds to its answers'. num_layers: of the target."""
-    notes = log.notes
-    drafted, rows, kept, accepted, emitted = (
-        np.concatenate([getattr(note, name) for note in notes])
-        for name in ("num_drafted", "num_rows", "num_kept", "num_accepted", "num_emitted")
-    )
-    ahead = np.concatenate([[sequence in note.ahead for sequence in note.sequences] for note in notes]).astype(bool)
-    lost = count_lost(notes)
+    records = log.records
+    frontiers, acceptances = [record.frontier for record in records], [record.acceptance for record in records]
+    drafted = np.concatenate([frontier.num_drafted for frontier in frontiers])
+    rows = np.concatenate([frontier.num_rows for frontier in frontiers])
+    kept = np.concatenate([record.verification.num_kept for record in records])
+    accepted = np.concatenate([acceptance.num_accepted for acceptance in acceptances])
+    emitted = np.concatenate([acceptance.num_emitted for acceptance in acceptances])
+    drafts = [(set(record.plan.drafts), record.plan.decodes) for record in records]
+    ahead = np.array([sequence in drafting for drafting, decodes in drafts for sequence in decodes], bool)
+    lost = count_lost(records)
     num_accepted = int(accepted.sum())
     full_rows = int(kept.sum())
-    pruned_layers = sum(note.num_row_layers for note in notes) - full_rows * num_layers
+    pruned_layers = sum(record.verification.num_row_layers for record in records) - full_rows * num_layers
     pruned_rows = int((rows - kept).sum())
     # Running ahead drops a chain's bonus row, which is no decision about confidence.
     trimmed_rows = int((drafted + 1 - rows - ahead).sum())
-    batch = np.array([len(note.sequences) for note in notes])
-    modes = {f"share_{mode.value}": np.mean([note.mode is mode for note in notes]).item() for mode in PipelineMode}
+    decided = [record.plan.decision.mode for record in records]
+    modes = {f"share_{mode.value}": np.mean([each is mode for each in decided]).item() for mode in PipelineMode}
+    overlap_us = sum(record.overlap_us for record in records)
+    phases_us = sum(record.propose_us + record.verify_us for record in records) - overlap_us
     return {
-        "num_steps": len(notes),
-        "mean_batch_size": float(batch.mean()),
+        "num_steps": len(records),
+        "mean_batch_size": drafted.size / len(records),
         "mean_length": float(drafted.mean()),
         "rows_drafted": int(drafted.sum()),
         "rows_accepted": num_accepted,
@@ -149,18 +112,9 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
         "chains_ahead": int(ahead.sum()),
         "chains_ahead_discarded": int((ahead & (accepted < drafted)).sum()),
         **modes,
-        **_time_figures(log),
-        **(_lap_figures(log) if log.target_laps else {}),
-    }
-
-
-def _time_figures(log: StepLog) -> dict[str, float]:
-    notes = log.notes
-    overlap_us = sum(note.overlap_us for note in notes)
-    phases_us = sum(note.propose_us + note.verify_us for note in notes) - overlap_us
-    return {
         "overlap_share": overlap_us / phases_us if phases_us else 0.0,
-        "verify_us_p50": float(np.median([note.verify_us for note in notes])),
+        "verify_us_p50": float(np.median([record.verify_us for record in records])),
+        **(_lap_figures(log) if log.target_laps else {}),
     }
 
 

@@ -245,7 +245,7 @@ class BenchRun:
                 continue
             log = StepLog(place.engine(name))
             place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
-            if mode == "auto" or any(note.mode.value == mode for note in log.notes):
+            if mode == "auto" or any(record.plan.decision.mode.value == mode for record in log.records):
                 shown.append(f"{policy}, {mode.replace('_', '-')}")
                 events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)
             else:

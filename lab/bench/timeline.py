@@ -9,7 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Any
 
-from faser_backend.lab.steps import StepLog, StepNote
+from faser_backend.core.record import StepRecord
+from faser_backend.lab.steps import StepLog
 
 LANES = {"step": 1, "draft": 2, "target": 3}
 STEP_PHASES = frozenset({"schedule", "accept", "commit", "observe", "wait"})
@@ -22,8 +23,8 @@ SHOWN = {
 
 def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[dict[str, Any]]:
     """Returns the events of the last max_steps steps of a log, in microseconds since the first of them."""
-    notes = log.notes[-max_steps:]
-    start, ends = notes[0].start_ns, [note.end_ns for note in notes]
+    records = log.records[-max_steps:]
+    start, ends = records[0].start_ns, [record.end_ns for record in records]
     about = [
         ("process_name", 0, {"name": name}),
         *(("thread_name", tid, {"name": lane}) for lane, tid in LANES.items()),
@@ -32,9 +33,10 @@ def trace_events(name: str, process: int, log: StepLog, max_steps: int) -> list[
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": n, "pid": process, "tid": tid, "args": a} for n, tid, a in about
     ]
-    for note in notes:
-        events.append(_event(f"step ({note.mode.value})", (process, "step"), (note.start_ns, note.end_ns), start))
-        events[-1]["args"] = _args(note)
+    for record in records:
+        title = f"step ({record.plan.decision.mode.value})"
+        events.append(_event(title, (process, "step"), (record.start_ns, record.end_ns), start))
+        events[-1]["args"] = _args(record)
     for lane, laps in (("target", log.target_laps), ("draft", log.draft_laps)):
         for lap in laps:
             if lap.start_ns >= start:
@@ -53,21 +55,22 @@ def _event(name: str, track: tuple[int, str], span_ns: tuple[int, int], origin_n
     return {"ph": "X", "name": name, "cat": lane, "pid": process, "tid": LANES[lane], "ts": start, "dur": end - start}
 
 
-def _args(note: StepNote) -> dict[str, Any]:
+def _args(record: StepRecord) -> dict[str, Any]:
     """Returns the counts of a step, with the reason and the best score of a policy that weighs candidates."""
+    frontier, decision = record.frontier, record.plan.decision
     args: dict[str, Any] = {
-        "batch_size": len(note.sequences),
-        "drafted": int(note.num_drafted.sum()),
-        "rows": int(note.num_rows.sum()),
-        "rows_pruned": int((note.num_rows - note.num_kept).sum()),
-        "accepted": int(note.num_accepted.sum()),
-        "tokens": int(note.num_emitted.sum()),
-        "overlap_us": round(note.overlap_us, 1),
+        "batch_size": len(record.plan.decodes),
+        "drafted": int(frontier.num_drafted.sum()),
+        "rows": int(frontier.num_rows.sum()),
+        "rows_pruned": int((frontier.num_rows - record.verification.num_kept).sum()),
+        "accepted": int(record.acceptance.num_accepted.sum()),
+        "tokens": int(record.acceptance.num_emitted.sum()),
+        "overlap_us": round(record.overlap_us, 1),
     }
-    if note.reason:
-        args["reason"] = note.reason
-    if note.scores:
-        best = max(note.scores, key=lambda score: score.tokens_per_us)
+    if decision.reason:
+        args["reason"] = decision.reason
+    if decision.scores:
+        best = max(decision.scores, key=lambda score: score.tokens_per_us)
         args["best_mode"] = "plain" if best.mode is None else best.mode.value
         args["best_tokens_per_ms"] = round(1e3 * best.tokens_per_us, 3)
     return args

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ConfigError, FaserError
+from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab import drive as driver
 from faser_backend.lab.answers import (
@@ -32,16 +32,17 @@ from faser_backend.lab.command_options import BenchOptions
 from faser_backend.lab.contestants import Sizing, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns
 from faser_backend.lab.peers.programs import body_of
-from faser_backend.lab.steps import StepLog, StepNote, count_lost, figures
+from faser_backend.lab.steps import count_lost
 from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load
-from tests.support.harness import drive, fake_engine, request
+from tests.support.harness import request, step_record
 from tests.support.serving_pair import END_ID
 
 CONTRACT = (
     "policy", "load", "tokens_per_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99", "e2e_ms_p50", "mean_accepted",
-    "rows_drafted", "rows_accepted", "rows_verified", "rows_pruned", "overlap_share", "repeats",
+    "rows_drafted", "rows_accepted", "rows_verified", "rows_pruned", "overlap_share", "repeats", "share_serial",
+    "plan_us_mean", "plan_us_p99", "plan_share",
 )  # fmt: skip
 TINY = Sizing(2, 0.01, 1, 0.2, 2, 6, (0.8,), bursty_ablations=False)
 CHOSEN = "none,fixed:2,goodput,fixed:4 (ping-pong)"
@@ -111,31 +112,10 @@ def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path):
             run_bench(options, TINY, command="")
 
 
-@pytest.mark.parametrize("policy", ["none", "fixed:4", "survival"])
-def test_figures_agree_with_the_answers(policy: str):
-    engine, target = fake_engine(policy)
-    log = StepLog(engine)
-    done = drive(engine, [request(f"r{i}", [1, 2, i], max_tokens=20) for i in range(6)])
-    found = figures(log, sum(target.num_layers))
-    stats = [output.stats for output in done.final.values() if output.stats is not None]
-    assert found["rows_drafted"] == sum(each.num_drafted for each in stats)
-    assert found["row_layers_accepted"] == 6 * 20 * sum(target.num_layers)
-    assert found["mean_length"] == pytest.approx(found["rows_drafted"] / sum(each.num_steps for each in stats))
-    assert found["rows_verified"] + found["rows_trimmed"] == found["rows_drafted"] + sum(e.num_steps for e in stats)
-    assert found["share_serial"] == 1.0 and 0 < found["step_overhead_share"] <= 1
-    assert min(found["plan_us_p50"], found["plan_us_mean"]) > 0
-
-
-def note(sequence: Sequence, first: int, drafted: list[int], *, rows: int, kept: int, accepted: int) -> StepNote:
-    counts = (np.array([value]) for value in (first, len(drafted), rows, kept, accepted))
-    num_tokens, num_drafted, num_rows, num_kept, num_accepted = counts
-    emitted = np.minimum(num_accepted + 1, num_kept)
-    chain = np.array([drafted])
-    times = (0.0, 0.0, 0.0)
-    return StepNote(
-        0, 1, PipelineMode.SERIAL, [sequence], set(), num_tokens, chain, num_drafted, num_rows, num_kept,
-        num_accepted, emitted, 0, *times,
-    )  # fmt: skip
+def recorded(sequence: Sequence, first: int, drafted: list[int], *, rows: int, kept: int, accepted: int) -> StepRecord:
+    record = step_record([sequence], [len(drafted)], [accepted], num_kept=np.array([kept]))
+    frontier = replace(record.frontier, drafted=np.array([drafted]), num_rows=np.array([rows]))
+    return replace(record, frontier=frontier, num_tokens=np.array([first]))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +135,7 @@ def test_lost_tokens_are_those_that_the_answer_has_in_their_place(drafted, rows,
     sequence = Sequence.from_request(request("r", [1, 2], max_tokens=4), 0)
     sequence.append([10, 11, 12, 13])
     first = 4 if drafted[0] == 12 else 2
-    assert count_lost([note(sequence, first, drafted, rows=rows, kept=kept, accepted=accepted)]) == lost
+    assert count_lost([recorded(sequence, first, drafted, rows=rows, kept=kept, accepted=accepted)]) == lost
 
 
 # -- chats and categories ----------------------------------------------------------------------------

@@ -49,11 +49,10 @@ def test_contestants_take_turns_over_the_same_prompts(
     assert all((tmp_path / f"found_{shade}.png").stat().st_size > 1000 for shade in compare.SHADES)
 
 
-def test_engine_directories_are_compared_through_servers(tmp_path: Path, prompts: Path) -> None:
-    one = build_pair(tmp_path / "pair")
-    other = tmp_path / "other"
-    other.symlink_to(one)
-    words = [str(one), str(other), "--places", "triton", "--clients", "2", "--policies", "fixed:2"]
+def test_an_engine_is_compared_in_process_and_behind_a_server(tmp_path: Path, prompts: Path) -> None:
+    one, other = build_pair(tmp_path / "pair"), tmp_path / "other"
+    words = [str(one), "--places", "process,triton", "--clients", "2", "--policies", "fixed:2"]
     rows = compared(tmp_path, prompts, *words)
-    assert [(row["place"], row["policy"]) for row in rows] == [("Triton", f"{d.name} fixed:2") for d in (one, other)]
-    assert rows[1]["num_different"] == 0 and rows[0]["mean_accepted"] > 0
+    assert [(row["place"], row["policy"]) for row in rows] == [("process", "fixed:2"), ("Triton", "fixed:2")]
+    assert all(row["num_different"] == 0 and row["mean_accepted"] > 0 for row in rows)
+    assert list(compare.contestants([one, other], ["none"])) == [f"{one.name} none", "other none"]
