@@ -180,7 +180,9 @@ class TestFailedCaptures:
 
 
 class TestGraphsThatStay:
-    def test_the_first_shapes_keep_their_graphs_and_others_run_without(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_first_shapes_keep_their_graphs_and_others_run_without(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
         monkeypatch.setattr("faser_backend.cuda.graphs.MAX_GRAPHS", 3)
         machine, counts, seen = bound_machine(), GraphCounts(), []
         capturer = MachineCapturer(machine, counts)
@@ -192,6 +194,7 @@ class TestGraphsThatStay:
                 cache[shape]()
             seen.append(counts.num_graphs)
         assert seen == [1, 2] + [3] * 8 and list(cache) == [1, 2, 3]
+        assert caplog.text.count("others run without graphs") == 1
 
     def test_the_tensors_that_a_graph_reads_live_as_long_as_its_call(self) -> None:
         machine = bound_machine()

@@ -25,7 +25,6 @@ from tests.support.forcing import (
     Change,
     forced,
     random_everything,
-    random_lengths,
     random_rule,
 )
 from tests.support.harness import FakeEngine
@@ -166,11 +165,6 @@ def test_trim_rules_decide_about_rows_alone(case: Case, trim: str, mode: Pipelin
     assert compare(case, "fixed:6", change, change, num_blocks=60) > 10
 
 
-@pytest.mark.parametrize("mode", PipelineMode)
-def test_lengths_of_their_own(case: Case, mode: PipelineMode) -> None:
-    assert compare(case, "fixed:4", random_lengths(5, mode), random_lengths(5, mode), num_blocks=40) > 10
-
-
 @pytest.mark.parametrize("verifies_first", [True, False])
 @pytest.mark.parametrize("seed", range(6))
 def test_everything_may_change_at_every_step(case: Case, seed: int, verifies_first: bool) -> None:
@@ -185,20 +179,6 @@ def test_on_lanes_of_threads_tokens_are_those_of_plain_decoding(case: Case, seed
     loops = add_loops(fake)
     agrees(fake, case, seed)
     assert sum(loop.num_calls for loop in loops) > 10
-
-
-def test_a_perfect_draft_is_never_rejected(case: Case) -> None:
-    """The draft's KV is complete, also after cut chains and chains that run ahead."""
-    for seed in range(4):
-        options = {"num_blocks": 40, "draft_noise": 0.0, "draft_memory": 10**6}
-        fake = open_forced("fixed:4", random_everything(seed), **options)
-        add_loops(fake)
-
-        def all_tested_are_accepted(record: StepRecord) -> None:
-            assert (record.acceptance.num_accepted == record.num_testable).all()
-
-        fake.step_runner.observers.append(all_tested_are_accepted)
-        agrees(fake, case, 0)
 
 
 def test_rejection_sampling_asks_no_loop() -> None:

@@ -1,6 +1,5 @@
 """The shapes of calls under every policy, mode and mixture of sampling: few, known in advance, never evicted."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from operator import le
 from pathlib import Path
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from faser_backend.core.adapter import module_shapes
-from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.model import ModelSpec
@@ -27,8 +25,7 @@ from faser_backend.cuda.call_shapes import (
     exact_bounds,
 )
 from faser_backend.cuda.draft_loop import TorchDraftLoop
-from faser_backend.cuda.graphs import CallCache
-from faser_backend.cuda.runner import CudaBlockRunner, CudaHeadRunner, CudaRunner
+from faser_backend.cuda.runner import CudaBlockRunner, CudaHeadRunner
 from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.tensorrt_programs import DIMENSIONS, ProfileRange, choose_profile
 from faser_backend.device.runtime import ModelPair
@@ -80,12 +77,6 @@ def mixed_requests(seed: int, count: int = 6) -> list[Request]:
         request(f"r{i}", rng.integers(0, 97, int(rng.integers(1, 70))).tolist(), 7, sampling=SAMPLINGS[i % 4])
         for i in range(count)
     ]
-
-
-def runners_of(each: Opened) -> Iterator[tuple[str, CudaRunner]]:
-    for name, partition in each.engine.step_runner.partitions.items():
-        for role in ("target", "draft"):
-            yield f"{name} {role}", getattr(partition, role)
 
 
 def knows_split() -> Knowledge:
@@ -259,22 +250,3 @@ def test_compiled_engines_have_few_shapes_that_hold_random_calls(
             is_usual = counts.size == 1 or (16 * max_num_seqs <= MAX_GRAPH_ROWS and not is_prompt)
             if rows.num_rows <= MAX_GRAPH_ROWS and (is_usual or not is_padded):
                 assert shape in menu.menu(num_candidates)
-
-
-def test_the_census_sees_a_shape_that_depends_on_lengths(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If calls were keyed by more than rows, live traffic would capture."""
-
-    def of(menu: CallMenu, rows: RowBatch, num_candidates: int) -> CallBounds:
-        sizes = exact_bounds(rows, menu.kv_block_size, num_candidates)
-        return CallBounds(*(1 << size.bit_length() for size in sizes[:5]), num_candidates)
-
-    monkeypatch.setattr(CallMenu, "of", of)
-    monkeypatch.setattr(CallMenu, "holds", lambda *_: True)
-    with opened(directory, monkeypatch, policy="fixed:4", change=on_some_split(3), config=CONFIG) as each:
-        capture_all(each)
-        before = each.counts.num_graphs
-        drive_well(each, mixed_requests(1), 2)
-        assert each.counts.num_graphs > before
-        calls: list[CallCache] = [calls for _, runner in runners_of(each) for calls in runner._calls]
-        assert max(map(len, calls)) > 35
-        each.engine.close()

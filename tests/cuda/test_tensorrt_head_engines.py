@@ -3,15 +3,12 @@ decoding. Engines are the graphs that TensorRT-RTX gets, run by ONNX Runtime (te
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.decision import WHOLE
 from faser_backend.serving.runtimes import open_runtime
 from tests.cuda import test_torch_eagle3
 from tests.engines.test_eagle3 import MAX_ERROR, NUM_BLOCKS, Built, check_rows_on_features
@@ -105,25 +102,6 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str,
 
 
 # -- negative controls ----------------------------------------------------------------------------------
-
-
-def test_features_of_other_positions_are_noticed(built: Built) -> None:
-    """A head that reads features one position off drafts other chains."""
-    engine, checker = checked(built, "fixed:3")
-    head: Any = engine.step_runner.partitions[WHOLE].draft
-    run, features = head.run_segment, head.pool.features
-
-    def run_on_others(segment: int, rows: RowBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        kept = features.clone()
-        features.copy_(kept.roll(1, 1))
-        found = run(segment, rows, hidden)
-        features.copy_(kept)
-        return found
-
-    head.run_segment = run_on_others
-    drive(engine, make_requests(5, is_greedy=True))
-    engine.close()
-    assert checker.num_equal < 0.5 * checker.num_chains
 
 
 def test_an_engine_never_writes_what_it_is_reading(

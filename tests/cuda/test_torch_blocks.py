@@ -11,7 +11,7 @@ import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS
-from faser_backend.cuda.torch_programs import SegmentCall, TorchPrograms
+from faser_backend.cuda.torch_programs import TorchPrograms
 from tests.cuda.test_memory_plan import captured_bytes, planned
 from tests.engines.test_dflash import BLOCK_SIZE, CASES, MASK_ID, MAX_ERROR, Runners, largest_error, notices_faults
 from tests.pipeline.test_eagle3_drafting import checked, make_requests, tokens_of
@@ -42,31 +42,6 @@ def test_blocks_equal_a_dense_run(tmp_path: Path, kind: str, options: dict[str, 
 @pytest.mark.parametrize(("dtype", "most"), [("bf16", 0.8), ("fp16", 0.08)])
 def test_blocks_in_halves_are_close(tmp_path: Path, dtype: str, most: float) -> None:
     assert MAX_ERROR < largest_error(BuiltBlocks(tmp_path, options={**TORCH, "dtype": dtype})) < most
-
-
-def test_contexts_that_go_through_the_norm_of_a_layer_are_noticed(
-    untied: BuiltBlocks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control, as are blocks whose keys and values a later context does not overwrite."""
-    rotated, write = SegmentCall.rotated, SegmentCall.write_kv
-
-    def normed(call: SegmentCall, layer: int, rows: torch.Tensor, **options: Any) -> Any:
-        if options:
-            _, rows = call.norm(rows, None, call.weights.layers[layer].input_norm)
-        return rotated(call, layer, rows, **options)
-
-    def written_once(call: SegmentCall, layer: int, *qkv: torch.Tensor) -> None:
-        pool, slots = call.tensors[f"k_pool.{layer}"], call.tensors["slot_mapping"]
-        is_new = ~pool[0].flatten(0, 1)[slots.clamp(min=0).long()].any(1)
-        call.tensors = {**call.tensors, "slot_mapping": slots.masked_fill(~is_new, -1)}
-        write(call, layer, *qkv)
-        call.tensors = {**call.tensors, "slot_mapping": slots}
-
-    for name, fault in (("rotated", normed), ("write_kv", written_once)):
-        with monkeypatch.context() as patched:
-            patched.setattr(SegmentCall, name, fault)
-            assert largest_error(untied) > 10 * MAX_ERROR, name
-    assert largest_error(untied) < MAX_ERROR
 
 
 def test_contexts_longer_than_any_graph_are_read_alike(untied: BuiltBlocks) -> None:

@@ -27,12 +27,11 @@ from tests.engines.test_eagle3 import (
     NUM_BLOCKS,
     Built,
     HeadReader,
-    check_each_tensor_shows,
     check_rows_on_features,
     same_logits,
     shuffled_tables,
 )
-from tests.support.eagle3_models import FEATURE_LAYERS, NUM_TARGET_LAYERS, PADDED_SIZE, write_padded, write_published
+from tests.support.eagle3_models import FEATURE_LAYERS, NUM_TARGET_LAYERS, write_published
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint
 from tests.support.torch_engines import CPU, NUM_SMS
 
@@ -134,24 +133,6 @@ def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path
     assert same_logits(*found)
 
 
-def test_each_tensor_of_a_head_shows_in_its_logits(gqa: Built) -> None:
-    check_each_tensor_shows(gqa, Runners(gqa.directory))
-
-
-@pytest.mark.parametrize("mistake", ["another order of layers", "another position"])
-def test_other_features_are_noticed(gqa: Built, mistake: str) -> None:
-    """Negative control: layers in another order, and rows that read the features of their own token."""
-    rng, runners = np.random.default_rng(6), Runners(gqa.directory)
-    tokens, table = rng.integers(0, VOCAB_SIZE, 12), shuffled_tables(rng, 1)
-    assert np.isfinite(runners.read([tokens], [0], [11], table)).any()
-    wanted, _ = gqa.reference.run(tokens[1:], gqa.reference.joined(gqa.features(tokens))[:-1])
-    rows = make_rows([tokens[1:]], [0], [11], table)
-    assert same_logits(run_all(runners.head, rows), wanted)
-    axis = 2 if mistake == "another order of layers" else 1
-    runners.features.copy_(runners.features.roll(1, axis))
-    assert not same_logits(run_all(runners.head, rows), wanted)
-
-
 def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -> None:
     """Both use the same tensor, and only the target's file holds it."""
     runners = Runners(gqa.directory)
@@ -177,20 +158,6 @@ def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp
     is_known = np.isfinite(wanted)
     assert np.array_equal(is_known, np.isfinite(found)) and not is_known.all()
     assert np.abs(found[is_known] - wanted[is_known]).max() <= most
-
-
-def test_rows_that_pad_a_vocabulary_are_cut_from_heads_too(tmp_path: Path) -> None:
-    target, head, reference = write_padded(tmp_path)
-    manifest = build_engines(target, head, tmp_path / "engine", runtime="torch", kv_block_size=BLOCK_SIZE)
-    assert manifest.draft is not None
-    assert (manifest.draft.spec.vocab_size, manifest.draft.spec.padded_vocab_size) == (VOCAB_SIZE, PADDED_SIZE)
-    rng, runners = np.random.default_rng(4), Runners(tmp_path / "engine")
-    tokens, table = rng.integers(0, VOCAB_SIZE, 10), shuffled_tables(rng, 1)
-    found = runners.read([tokens], [0], [9], table)
-    features = torch.from_numpy(runners.features_of(9, table[0]))
-    wanted, _ = reference.run(tokens[1:], reference.joined(features))
-    assert np.isfinite(wanted[:, VOCAB_SIZE:]).any(), "the head must know an id that is cut"
-    assert same_logits(found, wanted[:, :VOCAB_SIZE])
 
 
 def test_a_head_s_file_without_its_map_is_refused(gqa: Built, tmp_path: Path) -> None:

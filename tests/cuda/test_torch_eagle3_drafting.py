@@ -6,7 +6,6 @@ drafted call by call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cuda.draft_loop import TorchDraftLoop
-from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
 from faser_backend.cuda.runtime import CudaRuntime
 from faser_backend.engines.build import build_engines
 from faser_backend.serving.compose import build_engine
@@ -178,34 +176,3 @@ def test_tokens_equal_plain_decoding_in_halves(built: Built, tmp_path: Path) -> 
         assert policy == "none" or engine.metrics().num_accepted > 20
         engine.close()
     assert found[0] == found[1]
-
-
-# -- what a mistake looks like -----------------------------------------------------------------------
-
-
-def states_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes all steps of a loop read what the first step reads."""
-    monkeypatch.setattr(CudaHeadRunner, "_decode_tensors", CudaRunner._decode_tensors)
-
-
-def positions_are_a_model_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draws a chain's noise from the positions before its own."""
-    monkeypatch.setattr(CudaHeadRunner, "num_ahead", 0)
-
-
-@pytest.mark.parametrize("mistake", [states_are_left, positions_are_a_model_s])
-def test_mistakes_of_a_loop_are_noticed(
-    random: Built, mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compares sampled chains, whose noise depends on positions, with chains drafted call by call."""
-    found = []
-    with monkeypatch.context() as patched:
-        for change in (mistake, without_loops):
-            change(patched)
-            engine = open_engine(random, "fixed:4", enable_prefix_reuse=False)
-            drafted = recorded_frontiers(engine.step_runner)
-            tokens = drive(engine, make_requests(4)).tokens
-            found.append((tokens, [frontier[0].tolist() for frontier in drafted]))
-            engine.close()
-    assert found[0][0] == found[1][0], "no token depends on it"
-    assert found[0][1] != found[1][1]

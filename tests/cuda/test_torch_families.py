@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,7 +10,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
-from tests.support.tiny_models import VARIANTS, largest_error, make_rows, random_model, run_all, write_model
+from tests.support.tiny_models import VARIANTS, largest_error, random_model, write_model
 from tests.support.torch_engines import CPU, open_torch_runner, write_torch_engine
 
 MAX_ERROR = 2e-4
@@ -28,27 +27,6 @@ def test_logits_are_those_of_transformers(variant: str, exit_layers: tuple[int, 
     runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)
     assert largest_error(runner, reference, 6, NUM_BLOCKS) <= MAX_ERROR
     runner.check_integrity()
-
-
-@pytest.mark.parametrize(
-    ("variant", "field"),
-    [
-        ("llama_all_biases_tied", "qkv_bias"),
-        ("llama_all_biases_tied", "attention_out_bias"),
-        ("llama_all_biases_tied", "gate_up_bias"),
-        ("llama_all_biases_tied", "down_bias"),
-        ("qwen3", "q_norm"),
-        ("qwen3", "k_norm"),
-    ],
-)
-def test_every_variant_shows_in_the_logits(variant: str, field: str, tmp_path: Path) -> None:
-    """Negative control: a missing bias or norm changes the logits."""
-    model = write_torch_engine(write_model(random_model(variant), tmp_path / "source"), tmp_path)
-    rows = make_rows([np.arange(9)], [0], [9], np.arange(3)[None])
-    runner = open_torch_runner(model, tmp_path, NUM_BLOCKS, BLOCK_SIZE)
-    logits = run_all(runner, rows)
-    getattr(runner._programs[0].weights.layers[1], field).mul_(0.5)  # pyright: ignore[reportAttributeAccessIssue]
-    assert np.abs(run_all(runner, rows) - logits).max() > 10 * MAX_ERROR
 
 
 def test_experts_are_refused(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS, CallBounds
-from faser_backend.cuda.graphs import CallCache
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.segment import Launch
@@ -110,18 +109,6 @@ def test_padding_changes_nothing(built: tuple[ModelEngine, Path], runner: CudaRu
     assert not exact.pool.storage[:, :, :, -1].any(), "not even the scratch block is written"
 
 
-def test_only_the_slots_of_the_rows_change(runner: CudaRunner) -> None:
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, 97, 12) for _ in range(2)]
-    storage = runner.pool.storage
-    storage.copy_(torch.from_numpy(rng.standard_normal(storage.shape).astype(np.float32)))
-    before = storage.clone()
-    run_model(runner, make_rows(sequences, [3, 6], [3, 1], np.array([[5, 9, 2], [7, 1, 20]]))).clone()
-    changed = (before != storage).numpy().any(axis=(0, 1, 2, 5))  # [NUM_BLOCKS + 1, BLOCK_SIZE]
-    written = {(5, 3), (9, 0), (9, 1), (1, 2)}
-    assert {(int(block), int(offset)) for block, offset in np.argwhere(changed)} == written
-
-
 def test_results_are_static_and_survive_calls_of_other_shapes(runner: CudaRunner) -> None:
     sequence, table = [np.arange(30)], np.array([[0, 1, 2, 3, 4, 5, 6, 7]])
     four = make_rows(sequence, [0], [4], table)
@@ -130,19 +117,6 @@ def test_results_are_static_and_survive_calls_of_other_shapes(runner: CudaRunner
     runner.run_segment(0, make_rows(sequence, [4], [20], table), None)
     torch.testing.assert_close(hidden, kept, rtol=0, atol=0)
     assert runner.run_segment(0, four, None).data_ptr() == hidden.data_ptr()
-
-
-def test_runners_of_one_pool_see_each_others_tokens(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:
-    second = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE, pool=runner.pool)
-    alone = open_torch_runner(*built, NUM_BLOCKS, BLOCK_SIZE)
-    sequence, table = [np.arange(12)], np.array([[8, 3, 11]])
-    wanted = run_model(alone, make_rows(sequence, [0], [12], table)).clone()
-    parts = [
-        run_model(runner, make_rows(sequence, [0], [5], table)).clone(),
-        run_model(second, make_rows(sequence, [5], [4], table)).clone(),
-        run_model(runner, make_rows(sequence, [9], [3], table)).clone(),
-    ]
-    torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-4, rtol=0)
 
 
 def test_wrong_use_is_refused(built: tuple[ModelEngine, Path], runner: CudaRunner) -> None:
@@ -160,20 +134,3 @@ def test_wrong_use_is_refused(built: tuple[ModelEngine, Path], runner: CudaRunne
     runner.pool.storage[1, 0, 0, 3, 2, 1] = float("nan")
     with pytest.raises(AssertionError, match="layer 1"):
         runner.check_integrity()
-
-
-def test_a_pool_takes_the_bytes_that_it_says(built: tuple[ModelEngine, Path]) -> None:
-    spec = built[0].spec
-    for dtype, size in (("fp32", 4), ("fp16", 2), ("bf16", 2)):
-        pool = CudaKvPool(spec, 7, BLOCK_SIZE, dtype=dtype, device=CPU)
-        assert pool.num_bytes == 8 * CudaKvPool.bytes_per_block(spec, BLOCK_SIZE, dtype)
-        assert CudaKvPool.bytes_per_block(spec, BLOCK_SIZE, dtype) == 3 * 2 * 2 * BLOCK_SIZE * 8 * size
-        assert pool.keys(1).is_contiguous()
-
-
-def test_graphs_are_kept_for_good_and_further_calls_run_without(monkeypatch: pytest.MonkeyPatch, caplog) -> None:
-    monkeypatch.setattr("faser_backend.cuda.graphs.MAX_GRAPHS", 2)
-    cache, shapes = CallCache(lambda shape, is_kept: [shape, is_kept]), (0, 1, 2, 3, 2, 0, 1)
-    assert [cache[shape] for shape in shapes] == [[shape, shape < 2] for shape in shapes]
-    assert list(cache) == [0, 1] and cache[0] is cache[0] and cache[2] is not cache[2]
-    assert caplog.text.count("others run without graphs") == 1

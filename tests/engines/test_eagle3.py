@@ -204,9 +204,10 @@ def test_a_row_has_the_same_bits_in_any_company_on_any_threads(built: Built) -> 
         runners.close()
 
 
-def check_each_tensor_shows(built: Built, runners: Any) -> None:
+@pytest.mark.parametrize("built", ["gqa"], indirect=True)
+def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
     """Negative control: the comparison notices a tensor that is missing or read from the wrong position."""
-    rng = np.random.default_rng(3)
+    rng, runners = np.random.default_rng(3), Runners(built.directory)
     tokens = rng.integers(0, VOCAB_SIZE, 12)
     logits = runners.read([tokens], [0], [11], shuffled_tables(rng, 1))
 
@@ -221,12 +222,6 @@ def check_each_tensor_shows(built: Built, runners: Any) -> None:
         assert not is_equal(), name
         built.reference.tensors[name] = kept
     assert is_equal()
-
-
-@pytest.mark.parametrize("built", ["gqa"], indirect=True)
-def test_each_tensor_of_a_head_shows_in_its_logits(built: Built) -> None:
-    runners = Runners(built.directory)
-    check_each_tensor_shows(built, runners)
     runners.close()
 
 
