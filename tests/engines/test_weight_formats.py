@@ -14,8 +14,6 @@ from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.manifest import MANIFEST_FILE, EngineManifest
 from tests.support.tiny_models import write_checkpoint
 
-TORCH_TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-
 
 def round_matrices(source: Path, dtype: torch.dtype) -> None:
     """Rounds all matrices except routers as a format does, in place."""
