@@ -13,7 +13,7 @@ import pytest
 from faser_backend.cli import doctor
 from faser_backend.core.errors import ConfigError, ManifestError, RequestError
 from faser_backend.engines import build
-from faser_backend.files import FileError, check_room, read_bytes, read_json, read_text
+from faser_backend.files import FileError, read_bytes, read_json, read_text
 from faser_backend.manifest import EngineManifest
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton import server
@@ -128,16 +128,6 @@ def test_a_tokenizer_that_panics_is_told_without_paths(tmp_path: Path):
     with pytest.raises(RequestError, match=r"text = 'aa': the tokenizer cannot encode it \(it panicked\)"):
         tokenizer.encode("aa", add_special_tokens=True)
     assert TextTokenizer.from_file(tokenizer_file(tmp_path / "t.json")).encode("aa") == [0, 0]  # control
-
-
-def test_room_on_a_disk_is_checked_before(tmp_path: Path):
-    check_room(tmp_path / "new" / "folder", 1, "a report")
-    with pytest.raises(FileError, match=rf"{1 << 60} bytes of disk are needed for a report, \d+ are free"):
-        check_room(tmp_path / "new", 1 << 60, "a report")
-    (tmp_path / "file").touch()
-    with pytest.raises(FileError, match="file: File exists"):
-        check_room(tmp_path / "file" / "x", 1, "a report")
-    assert not (tmp_path / "new").exists()
 
 
 def test_a_disk_that_is_too_small_is_told_before_anything_is_written(

@@ -90,7 +90,9 @@ def test_a_malformed_manifest_is_refused(change: Callable[[dict], object], word:
     refuses(engine, "manifest.json", word)
 
 
-@pytest.mark.parametrize("name", ["target.safetensors", "draft.safetensors", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["target.safetensors", "draft.safetensors", "tokenizer.json", "tokenizer_config.json", "prompts.json"]
+)
 def test_a_file_that_is_not_the_built_one_is_refused(name: str, engine: Path) -> None:
     path = engine / name
     content = path.read_bytes()

@@ -17,8 +17,6 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine, choose_num_blocks
-from tests.pipeline.test_eagle3_drafting import make_requests
-from tests.support.harness import drive
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
 
 BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 24, 40
@@ -102,19 +100,6 @@ def test_integrity_notices_a_half_that_is_not_finite(engines: dict[str, Path]):
     runner.pool.keys(2)[1, 3, 2, 1] = np.inf
     with pytest.raises(AssertionError, match="finite"):
         runner.check_integrity()
-
-
-def test_tokens_equal_plain_decoding(engines: dict[str, Path]):
-    """Greedy, sampled and with sequences that are preempted."""
-    found = []
-    for policy, num_kv_blocks in (("none", 200), ("fixed:4", 32), ("faser", 200)):
-        options = {"policy": policy, "num_kv_blocks": num_kv_blocks, "max_num_seqs": 4, "max_prefill_tokens": 16}
-        engine = build_engine(engines["fp16"], EngineConfig.from_options(**options))
-        found.append(drive(engine, make_requests()).tokens)
-        assert engine.metrics().num_drafted > 0 or policy != "fixed:4"
-        assert engine.metrics().num_preemptions > 0 or num_kv_blocks > 32
-        engine.close()
-    assert found[0] == found[1] == found[2]
 
 
 def test_logits_are_near_those_of_float32(engines: dict[str, Path]):

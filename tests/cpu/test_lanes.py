@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from faser_backend.core.errors import ConfigError
 from faser_backend.device.partition import CorePartition, ThreadLanes
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -77,23 +76,3 @@ def test_errors_of_single_lane_work_reach_the_caller(lanes: ThreadLanes) -> None
         lanes.on_draft(lambda: failing(ValueError("draft")))
     with pytest.raises(ValueError, match="target"):
         lanes.on_target(lambda: failing(ValueError("target")))
-
-
-def test_close_ends_the_threads_and_can_be_repeated() -> None:
-    num_before = threading.active_count()
-    lanes = ThreadLanes(DRAFT, TARGET)
-    assert threading.active_count() == num_before + 2
-    lanes.close()
-    lanes.close()
-    assert threading.active_count() == num_before
-    with pytest.raises(RuntimeError, match="shutdown"):
-        lanes.run_both(lambda: 1, lambda: 2)
-
-
-@pytest.mark.parametrize("broken", ["draft", "target"])
-def test_cores_that_do_not_exist_are_refused_and_leave_no_thread(broken: str) -> None:
-    num_before = threading.active_count()
-    shares = {"draft": DRAFT, "target": TARGET, broken: CorePartition(broken, (100_000,))}
-    with pytest.raises(ConfigError, match=rf"partition {broken}: cores \(100000,\)"):
-        ThreadLanes(shares["draft"], shares["target"])
-    assert threading.active_count() == num_before

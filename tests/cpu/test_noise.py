@@ -57,14 +57,6 @@ class TestDefinition:
         strata = noise._table(20, 8)[: 2**20] >> np.uint32(12)
         assert np.array_equal(np.sort(strata), np.arange(2**20))
 
-    def test_rows_do_not_depend_on_their_batch(self) -> None:
-        seeds = np.array([3, WORD, 0, 2**63], np.uint64)
-        positions = np.array([5, 5, 1000, 0])
-        together = gumbel(77, seeds, positions)
-        for row in range(4):
-            alone = gumbel(77, seeds[row : row + 1], positions[row : row + 1])
-            assert np.array_equal(alone[0], together[row])
-
     @pytest.mark.parametrize("num_tokens", [1, 4, 33])
     def test_single_entries_are_those_of_the_row_bit_for_bit(self, num_tokens: int) -> None:
         rng = np.random.default_rng(num_tokens)

@@ -199,17 +199,3 @@ def test_bad_core_sets_are_refused() -> None:
     for cores in ((), (1, 1)):
         with pytest.raises(ValueError, match="cores"):
             core_partitions(cores)
-
-
-def test_pinning_binds_the_calling_thread_alone() -> None:
-    before, inside = os.sched_getaffinity(0), set()
-    core = min(before)
-
-    def pinned() -> None:
-        CorePartition("draft", (core,)).bind_current_thread()
-        inside.update(os.sched_getaffinity(0))
-
-    thread = threading.Thread(target=pinned)
-    thread.start()
-    thread.join()
-    assert inside == {core} and os.sched_getaffinity(0) == before

@@ -291,22 +291,6 @@ def test_log_probs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_allclose(sampler.log_probs(logits, token_ids), exact[token_ids, token_ids], rtol=1e-5, atol=1e-5)
 
 
-def test_wide_rows_do_not_depend_on_their_batch() -> None:
-    vocab_size = 1001
-    rng = np.random.default_rng(0)
-    sampler = NumpySampler(vocab_size, 6)
-    features = [{}, {"top_k": 50}, {"top_p": 0.9}, {"min_p": 0.1}, {"repetition_penalty": 1.2}, {"temperature": 0.0}]
-    for slot, feature in enumerate(features):
-        sampler.add(slot, Sampling(**{"temperature": 0.8, "seed": slot, **feature}), np.arange(9), 4, ())
-    order = rng.permutation(np.repeat(np.arange(6), 7))
-    rows = one_row_each(order, rng.integers(9, 500, order.size))
-    logits = rng.normal(0, 2, (order.size, vocab_size)).astype(np.float32)
-    together = sampler.sample(logits, rows)
-    for row in range(order.size):
-        alone = one_row_each(order[row : row + 1], rows.positions[row : row + 1])
-        assert sampler.sample(logits[row : row + 1], alone).tolist() == [together[row]]
-
-
 def scene_of(seed: int) -> Scene:
     """Returns a scene in which the reference gets requests with top_k = 1 as greedy ones."""
     scene = Scene(seed)

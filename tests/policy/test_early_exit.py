@@ -2,22 +2,16 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, ExitView, PipelineMode, Pruner, Score
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.request import Request, Sampling
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration, best_exit, predicted_saving_us
-from faser_backend.profiling.calibration import ProbePolicy
-from faser_backend.serving.compose import build_engine
-from tests.support.tiny_models import VOCAB_SIZE, build_with_draft
 
 CURVE = MatchCalibration(None).curve
 
@@ -134,32 +128,6 @@ def test_an_empty_frontier_keeps_its_anchors() -> None:
     frontier = replace(Frontier.empty(3), margins=np.zeros((3, 0), np.float32))
     view = ExitView(0, np.zeros((3, 0), np.float32), frontier, frontier.num_rows, np.arange(3))
     assert EarlyExit((calibration(),), CURVE).keep(view).tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_an_engine_that_prunes_emits_what_plain_decoding_emits(tmp_path: Path, temperature: float) -> None:
-    build_with_draft(tmp_path, exit_layers=(1, 2))
-    exits = tuple(calibration(segment=segment, layer=segment + 1, threshold=0.5) for segment in (0, 1))
-
-    def tokens_of(policy: str, pruner: Pruner | None) -> tuple[dict[str, list[int]], int]:
-        engine = build_engine(tmp_path / "engine", EngineConfig.from_options(policy=policy, num_threads=1))
-        if pruner is not None:
-            engine.step_runner.scheduler.policy = ProbePolicy(4, pruner)
-        rng = np.random.default_rng(0)
-        for index in range(6):
-            sampling = Sampling(temperature=temperature, seed=index)
-            engine.submit(Request(str(index), rng.integers(0, VOCAB_SIZE, 5 + index), 40, sampling))
-        tokens: dict[str, list[int]] = {}
-        while engine.has_work:
-            for output in engine.step():
-                assert output.error is None
-                tokens.setdefault(output.request_id, []).extend(output.token_ids)
-        engine.close()
-        return tokens, engine.metrics().num_pruned
-
-    plain, _ = tokens_of("none", None)
-    pruned, num_pruned = tokens_of("fixed:4", EarlyExit(exits, CURVE))
-    assert pruned == plain and num_pruned > 0
 
 
 # -- when it pays -----------------------------------------------------------------------------------------

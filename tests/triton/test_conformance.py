@@ -287,11 +287,6 @@ def test_an_end_id_that_no_token_has_never_stops(unary: Served, end_id: int):
     assert answer.as_numpy("sequence_length")[0][0] == 62
 
 
-def test_token_ids_beyond_the_vocabulary_name_the_option(unary: Served):
-    with pytest.raises(InferenceServerException, match=r"input_ids = 99999: .*--out-of-vocab clamp"):
-        infer_grpc(unary.grpc_port, "tensorrt_llm", token_request(5, 99999))
-
-
 def test_the_configuration_shows_what_tools_read_of_it(unary: Served, engine_dir: Path):
     with urllib.request.urlopen(f"http://127.0.0.1:{unary.http_port}/v2/models/tensorrt_llm/config") as answer:
         config = json.loads(answer.read())
@@ -466,9 +461,3 @@ def datatype_of(answer: Any, name: str) -> str:
 def test_the_page_tells_what_is_tested():
     page = DOCS.read_text(encoding="utf-8")
     assert written(page) == page, "run python -m tests.support.conformance_cases"
-
-
-def test_the_rank_that_was_sent_before_fails_a_strict_client():
-    """The control: with one dimension too many, the first element is an array without text."""
-    with pytest.raises(AttributeError, match="decode"):
-        np.array([[b"text"]], dtype=object)[0].decode()

@@ -9,7 +9,7 @@ from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.tokenizer import TextTokenizer
-from faser_backend.triton.contract import parse_requests, refuse_undeclared
+from faser_backend.triton.contract import parse_requests
 from faser_backend.triton.link import Handshake
 from tests.support.conformance_cases import WITHOUT_EFFECT
 from tests.support.serving_pair import END_ID, byte_level_tokenizer
@@ -54,15 +54,6 @@ def parse_ids(ids: list[int], **tensors):
         request_output_len=number(8),
         **tensors,
     )
-
-
-def test_text_request_with_nothing_else_decodes_greedily():
-    parsed = parse()
-    assert parsed.request.prompt_ids.tolist() == TOKENIZER.encode("the fox")
-    assert parsed.request.max_tokens == 8
-    assert parsed.request.sampling.is_greedy
-    assert parsed.request.end_ids == (END_ID,)
-    assert not parsed.is_streaming and not parsed.excludes_input
 
 
 @pytest.mark.parametrize(
@@ -162,12 +153,6 @@ def test_bad_input_is_refused_by_name_value_and_limit(tensors, message):
 @pytest.mark.parametrize("name", sorted(WITHOUT_EFFECT))
 def test_what_is_without_effect_changes_nothing(name: str):
     assert repr(parse(**{name: real(0.5)})) == repr(parse())
-
-
-def test_inputs_that_a_model_does_not_declare_are_refused_where_triton_would_drop_them():
-    with pytest.raises(RequestError, match="runtime_top_p = 'given': model ensemble has no such input"):
-        refuse_undeclared(["accumulate_tokens", "runtime_top_p"], "ensemble")
-    refuse_undeclared(["accumulate_tokens", "priority"], "ensemble")
 
 
 def test_max_tokens_beyond_the_context_are_clamped_with_a_warning(caplog):
