@@ -8,7 +8,6 @@ the other controller from another checkout. The worlds of `--held-out` are not f
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import math
 import os
@@ -43,7 +42,6 @@ STATIC = ("none", "fixed:1", "fixed:2", "fixed:3", "fixed:4")  # the best one is
 YARDSTICKS = "yardsticks"
 HERE = Path(__file__).resolve().parents[2]
 WORLDS = Path(__file__).with_suffix(".toml")
-_DIGEST = hashlib.sha256(Path(__file__).read_bytes() + WORLDS.read_bytes()).hexdigest()[:12]  # for which rows are kept
 RANDOM, HELD_OUT = range(12), range(1000, 1024)  # seeds of random worlds
 OVERHEAD = OverheadCost(50.0, 2.0, 1.0, 10.0, 1.0, 50.0, 1.0, 40.0, trim_us=15.0, trim_sequence_us=3.0)
 TINY = ModelSize((4,), 100_000, 100_000)
@@ -271,22 +269,17 @@ def yardsticks(world: ControlWorld, seeds: int) -> dict[str, list[Row]]:
     return {"best": found[best]} | {spec: found[spec] for spec in wanted}
 
 
-def measure(tree: Path, spec: str, options: argparse.Namespace, kept: dict[str, Any]) -> dict[str, Any]:
+def measure(tree: Path, spec: str, options: argparse.Namespace) -> dict[str, Any]:
     """Runs a policy, or YARDSTICKS, with the code of a checkout in NUM_WORKERS processes. Returns rows by world."""
-    commit = subprocess.run(["git", "-C", str(tree), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
-    key = f"{spec} {options.seeds} {options.only} {options.held_out} {_DIGEST} "
-    key += "" if spec == YARDSTICKS else commit.stdout.strip()
-    if key not in kept:
-        command = [sys.executable, "-P", __file__, "--seeds", str(options.seeds), "--only", options.only]
-        command += [*["--held-out"] * options.held_out, "--policy", spec, "--worker"]
-        environment, pipe = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}, subprocess.PIPE
-        commands = [[*command, str(index)] for index in range(NUM_WORKERS)]
-        workers = [subprocess.Popen(each, env=environment, stdout=pipe, text=True) for each in commands]
-        lines = "".join(worker.communicate()[0] for worker in workers).splitlines()
-        if any(worker.returncode for worker in workers):
-            raise SystemExit(f"error: {spec} of {tree} failed")
-        kept[key] = dict(json.loads(line) for line in lines)
-    return kept[key]
+    command = [sys.executable, "-P", __file__, "--seeds", str(options.seeds), "--only", options.only]
+    command += [*["--held-out"] * options.held_out, "--policy", spec, "--worker"]
+    environment, pipe = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}, subprocess.PIPE
+    commands = [[*command, str(index)] for index in range(NUM_WORKERS)]
+    workers = [subprocess.Popen(each, env=environment, stdout=pipe, text=True) for each in commands]
+    lines = "".join(worker.communicate()[0] for worker in workers).splitlines()
+    if any(worker.returncode for worker in workers):
+        raise SystemExit(f"error: {spec} of {tree} failed")
+    return dict(json.loads(line) for line in lines)
 
 
 def _mean(rows: list[Row], name: str) -> float:
@@ -301,7 +294,6 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="Run the worlds whose names contain TEXT.")
     parser.add_argument("--held-out", action="store_true", help="Run the held-out worlds instead.")
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Keep the other controllers' rows and reuse them.")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options, spec = (found := parser.parse_args()), found.policy
     worlds = [random_world(seed) for seed in HELD_OUT] if options.held_out else all_worlds()
@@ -311,13 +303,10 @@ def main() -> None:
             rows = [run(world, spec, seed) for seed in range(options.seeds)] if spec != YARDSTICKS else None
             print(json.dumps([world.name, rows or yardsticks(world, options.seeds)]), flush=True)
         return
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    static = measure(HERE, YARDSTICKS, options, kept)
-    ours, other_spec, other_tree = measure(HERE, spec, options, {}), options.other or spec, options.against.resolve()
+    static = measure(HERE, YARDSTICKS, options)
+    ours, other_spec, other_tree = measure(HERE, spec, options), options.other or spec, options.against.resolve()
     is_same = (other_spec, other_tree) == (spec, HERE)
-    theirs = ours if is_same else measure(other_tree, other_spec, options, {} if other_tree == HERE else kept)
-    if options.json:
-        options.json.write_text(json.dumps(kept))
+    theirs = ours if is_same else measure(other_tree, other_spec, options)
     print(f"{'tokens/s over':32}   other    none  static  latency     draft tokens   us/step  oracle's latency gain")
     ratios = []
     for name in (world.name for world in worlds):
