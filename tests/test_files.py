@@ -165,7 +165,7 @@ def test_a_home_that_nobody_can_write_to_is_one_line(run, monkeypatch, command: 
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     status, _, err = run(*command)
     assert status == 1 and err.count("\n") == 1
-    assert "/proc/none" in err and "set XDG_CACHE_HOME" in err
+    assert "/proc/none" in err and "set FASER_CACHE" in err
 
 
 def test_a_full_temporary_folder_is_one_line(run, engine_dir: Path, monkeypatch):

@@ -157,12 +157,10 @@ def accepted_words(num_drafted: int, num_accepted: int) -> str:
 
 
 def report_line(result: dict[str, Any]) -> str:
-    speculation = accepted_words(result["num_drafted"], result["num_accepted"])
+    speed = f"{len(result['token_ids'])} tokens, {result['tokens_per_s']:,.1f} tokens/s"
+    drafts = accepted_words(result["num_drafted"], result["num_accepted"])
     pruning = f"; {result['num_pruned']} rows pruned" if result["num_pruned"] else ""
-    return (
-        f"== {len(result['token_ids'])} tokens, {result['tokens_per_s']:.3g} tokens/s; "
-        f"{speculation}{pruning}; ended by {result['finish_reason']}"
-    )
+    return f"== {speed}; {drafts}{pruning}; ended by {result['finish_reason']}"
 
 
 def explainer(print_line: Callable[[str], None]) -> Callable[[StepRecord], None]:
@@ -178,9 +176,7 @@ def explainer(print_line: Callable[[str], None]) -> Callable[[StepRecord], None]
             shown = decision.scores
             why = "explores" if decision.reason == "exploration" else "runs"
             mode = decision.mode.value if any(decision.num_draft_tokens) else "plain"
-            gain = (
-                f"at best {decision.tokens_per_us / shown[0].tokens_per_us:.2f}x the tokens per time of plain decoding"
-            )
+            gain = f"at best {decision.tokens_per_us / shown[0].tokens_per_us:.2f}x the speed of plain decoding"
             work = f"{record.num_tokens.size} request(s), {why} {mode} on {decision.partition}; {gain}"
             print_line(f"-- step {num_steps}: {work}\n{score_table(shown)}")
 
@@ -304,7 +300,7 @@ class _Talk:
 
 
 def _figures(last: RequestOutput, seconds: float) -> str:
-    figures = f"{len(last.token_ids)} tokens, {len(last.token_ids) / seconds:.3g} tokens/s"
+    figures = f"{len(last.token_ids)} tokens, {len(last.token_ids) / seconds:,.1f} tokens/s"
     if not last.finished:
         return f"{figures}; interrupted"
     drafts = accepted_words(last.num_drafted, last.num_accepted)

@@ -229,7 +229,7 @@ class GeneratedResponse:
                             break
                 await queue.put(None)
             except Exception as error:
-                await queue.put(error)
+                await queue.put(wanted.named(error))
 
         tasks = [asyncio.create_task(run(index, wanted)) for index, wanted in enumerate(self.wanted)]
         try:
@@ -350,5 +350,6 @@ def _forbidden(message: str) -> ApiError:
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
-    message = f"{request.method} {request.scope['path']}: there is no such endpoint"
+    limit = "this endpoint has another method" if status == 405 else "there is no such endpoint"
+    message = f"{request.method} {request.scope['path']}: {limit}"
     return error_response(ApiError(message, status=status))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -201,6 +201,8 @@ class AnswerFormat(_Fields):
 class ConversationBody(Body):
     """The fields that /v1/chat/completions and /v1/responses share."""
 
+    prompt_field: ClassVar = "messages"  # as clients know it
+    format_field: ClassVar = "response_format"
     messages: Messages
     tools: Annotated[list[Tool], FIRST, Field(max_length=MAX_CALLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | Tool | None = None
@@ -212,7 +214,8 @@ class ConversationBody(Body):
 
     @property
     def answer_format(self) -> AnswerFormat | None:
-        return None
+        found = getattr(self, self.format_field)
+        return found.format if isinstance(found, TextOptions) else found
 
     @model_validator(mode="after")
     def _chooses_one_of_its_tools(self) -> Self:
@@ -247,10 +250,6 @@ class ChatBody(ChoicesBody, ConversationBody):
     def num_top(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    @property
-    def answer_format(self) -> AnswerFormat | None:
-        return self.response_format
-
 
 class TextOptions(_Fields):
     format: AnswerFormat | None = None
@@ -266,6 +265,8 @@ def _nested(value: object) -> object:
 class ResponsesBody(ConversationBody):
     """The body of /v1/responses, rewritten as a chat: items of the input become messages."""
 
+    prompt_field: ClassVar = "input"
+    format_field: ClassVar = "text"
     messages: Messages = Field(alias="input")
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     instructions: str | None = None
@@ -309,10 +310,6 @@ class ResponsesBody(ConversationBody):
         if self.instructions:
             self.messages.insert(0, Message(role="system", content=self.instructions))
         return self
-
-    @property
-    def answer_format(self) -> AnswerFormat | None:
-        return self.text.format if self.text else None
 
 
 NOTHING = (None, False, 0, [], {}, "", "none")  # values of a refused field that ask for nothing

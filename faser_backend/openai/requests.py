@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import FailedError, FaserError, RequestError
 from faser_backend.core.request import Request, Sampling
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ConversationBody, Message, parse, text_of
 from faser_backend.openai.errors import ApiError
 from faser_backend.openai.tools import Guide, ToolForm, answer_guide, form_of, shows_tools, written_out
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.text.guides import GUIDE, MAX_GUIDE_BYTES
+from faser_backend.text.guides import GUIDE
 from faser_backend.text.tokenizer import TextTokenizer, check_length
 
 MAX_PROMPTS = 256  # per request, times n
@@ -38,7 +38,14 @@ class Generation:
     num_top: int | None = None  # alternatives per token; None without log-probabilities
     echoes: bool = False  # the answer repeats the prompt, with its log-probabilities if wanted
     guide: Guide | None = None
+    guide_field: str = ""  # of the body, which asks for the guide
     tool_form: type[ToolForm] | None = None  # None: the request offers no tools
+
+    def named(self, error: Exception) -> Exception:
+        """Returns the error; one of the guide begins with the field of this API that asks for it."""
+        if not isinstance(error, FaserError) or error.field != GUIDE:
+            return error
+        return FailedError(replace(error.failure, message=f"{self.guide_field}: {error}", field=self.guide_field))
 
 
 def generations(body: Body, model: ServedModel) -> list[Generation]:
@@ -62,20 +69,15 @@ def _conversation(body: ConversationBody, model: ServedModel) -> list[Generation
     tokenizer = model.tokenizer
     form = form_of(tokenizer.prompts.chat_template) if body.offered_tools else None
     guide = answer_guide(body, form) if form or body.answer_format else None
-    if guide is not None and len(guide.text) > MAX_GUIDE_BYTES:  # refused here, the message to the engine stays small
-        raise RequestError(f"{GUIDE} length", len(guide.text), f"must be at most {MAX_GUIDE_BYTES} bytes")
+    guide_field = "tools" if form else body.format_field
     ids = conversation_ids(body, tokenizer, model.max_text_bytes)
     draft_ids: tuple[int, ...] = ()
     if isinstance(body, ChatBody) and body.prediction is not None:
         predicted = text_of(body.prediction.content)
         check_length("prediction", predicted, model.max_text_bytes)
         draft_ids = tuple(tokenizer.encode(predicted)[:MAX_PREDICTED_TOKENS])
-    choices = _choices(body, _prompt_field(body), ids, model, draft_ids=draft_ids)
-    return [replace(choice, guide=guide, tool_form=form) for choice in choices]
-
-
-def _prompt_field(body: ConversationBody) -> str:
-    return "messages" if isinstance(body, ChatBody) else "input"
+    choices = _choices(body, body.prompt_field, ids, model, draft_ids=draft_ids)
+    return [replace(choice, guide=guide, guide_field=guide_field, tool_form=form) for choice in choices]
 
 
 def conversation_ids(body: ConversationBody, tokenizer: TextTokenizer, max_bytes: int) -> list[int]:
@@ -83,7 +85,7 @@ def conversation_ids(body: ConversationBody, tokenizer: TextTokenizer, max_bytes
 
     Raises RequestError.
     """
-    name = _prompt_field(body)
+    name = body.prompt_field
     calls = [call.function for message in body.messages for call in message.tool_calls or ()]
     texts = [text_of(message.content) for message in body.messages] + [call.arguments for call in calls]
     check_length(name, "".join(texts), max_bytes)

@@ -35,14 +35,14 @@ from faser_backend.serving.parameters import RunOptions
 from faser_backend.serving.request_reports import line_logger
 from faser_backend.version import VERSION
 
-HUB_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([^:]+))?(?::(.+\.gguf))?")
+HUB_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([^:]+))?(?::(.+\.gguf))?")
 # Other folders and files hold copies of the weights in other layouts.
 HUB_FILES = {"allow_patterns": ["*.json", "*.jinja", "*.safetensors"], "ignore_patterns": ["*/*", "consolidated*"]}
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
 HEADS = {"smollm2-135m-instruct": "smollm2-head"}  # in `models`, by a part of the target's name
 SUFFIXES = {".json", ".jinja", ".safetensors", ".gguf"}  # of the files that a build may read
 MIN_FREE_BYTES = 1 << 20  # of the cache folder, even if nothing is built; a build checks for more
-REMEDY = "set XDG_CACHE_HOME to a folder that can be written to, or give --engine-dir"
+REMEDY = "set FASER_CACHE to a folder that can be written to, or give --engine-dir"
 RECORD_FILE = "built_from.json"  # in an engine's folder, written on each use: the names of its checkpoints
 PROFILE_S = 30  # about
 
@@ -210,7 +210,7 @@ def cache_folder() -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         check_room(cache, MIN_FREE_BYTES, "engines")
     except (OSError, FileError) as error:
-        raise ConfigError(f"{error}; {REMEDY}") from None
+        raise ConfigError(f"{cache}: {getattr(error, 'strerror', None) or error}; {REMEDY}") from None
     return cache
 
 

@@ -187,7 +187,7 @@ class GuideCompiler:
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids))
         matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=LIMITS)
         if matcher.is_error():
-            raise RequestError(GUIDE, f"{len(guide)} characters", _first_line(matcher.get_error()))
+            raise RequestError(GUIDE, "given", _first_line(matcher.get_error()))
         LlgState(matcher, self._vocab_size).allowed()  # the first mask costs most; copies of the state share it
         grammar = LlgGrammar(matcher, self._vocab_size)
         trial = grammar.start()

@@ -145,7 +145,8 @@ def only_socket() -> Path:
     remove_stale_sockets(folder)
     found = sorted(str(path) for path in folder.glob("engine-*.sock") if not path.is_symlink())
     if len(found) != 1:
-        raise ConfigError(f"engine-socket: must name the socket of an engine; there are {', '.join(found) or 'none'}")
+        limit = f"name one of {', '.join(found)}" if found else "no server with an engine runs here; start it first"
+        raise ConfigError(f"engine-socket: {limit}")
     return Path(found[0])
 
 

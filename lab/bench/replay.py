@@ -121,7 +121,7 @@ def _served_directory(options: ReplayOptions) -> Path:
             config = call(ModelConfigRequest(name=ENGINE_MODEL), timeout=CONNECT_TIMEOUT_S).config
         except grpc.RpcError as error:
             reason = str(error.details())  # pyright: ignore[reportAttributeAccessIssue]
-            raise ConfigError(f"--url = {options.url!r}: no tokenizer ({reason}); give --tokenizer") from None
+            raise ConfigError(f"--url = {options.url!r}: no answer from {ENGINE_MODEL} ({reason})") from None
     return Path(config.parameters[DIRECTORY_KEY].string_value)
 
 

@@ -17,7 +17,7 @@ from faser_backend import LLM, SamplingParams
 from tests.support.serving_pair import copy_without_template
 
 ROOT = Path(__file__).resolve().parents[2]
-FIGURES = re.compile(r"== (\d+) tokens, [\d.e+]+ tokens/s; accepted (\d+) of (\d+) drafted tokens \(\d+%\)")
+FIGURES = re.compile(r"== (\d+) tokens, [\d.,]+ tokens/s; accepted (\d+) of (\d+) drafted tokens \(\d+%\)")
 OPTIONS = ("--max-tokens", 12, "--policy", "fixed:3", "--num-threads", 1)
 
 

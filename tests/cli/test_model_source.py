@@ -86,6 +86,7 @@ def test_a_hubs_model_is_built_once_and_what_goes_wrong_is_one_line_and_builds_n
         ("org/small", {"HF_HUB_OFFLINE": True}, {}, "HF_HUB_OFFLINE is set"),
         ("org/small", {"ENDPOINT": "http://127.0.0.1:9"}, {}, "start again to go on with the download"),
         ("nowhere", {}, {}, "no such file or directory, and no model of a hub"),
+        ("./nowhere", {}, {}, "no such file or directory, and no model of a hub"),
         ("org/small", {}, {"model.safetensors": "cut"}, "not downloaded ("),
         ("org/small", {}, {"model.safetensors": "flipped"}, "model.safetensors: damaged, and removed; start again"),
     ):

@@ -77,7 +77,7 @@ def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOpt
         ({"url": "http://localhost:1"}, "--url = 'http://localhost:1': must be HOST:PORT"),
         ({"requests": 13}, "requests = 13: .* has only 12"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer = 'nowhere.json': no such file"),
-        ({"url": "127.0.0.1:1"}, r"--url = '127\.0\.0\.1:1': no tokenizer \(.*; give --tokenizer"),
+        ({"url": "127.0.0.1:1"}, r"--url = '127\.0\.0\.1:1': no answer from tensorrt_llm \("),
         ({"prompts": Path("nowhere.jsonl")}, "prompts nowhere.jsonl: missing"),
         ({"output": Path("nowhere/out.json")}, "its directory does not exist"),
     ],

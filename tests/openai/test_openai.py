@@ -294,6 +294,9 @@ def test_the_events_of_a_response_build_it(api: Api):
 
 
 # -- errors, keys, endings -----------------------------------------------------------------------------------------
+BROKEN = {"type": "function", "function": {"name": "go", "parameters": {"type": "unavailable"}}}
+
+
 def schema_of(kind: str) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"schema": {"type": kind}}}
 
@@ -313,7 +316,9 @@ def schema_of(kind: str) -> dict[str, Any]:
         (ChatBody, {"logit_bias": {"99999": 1}}, "logit_bias", "must lie in [0, "),
         (ChatBody, {"tool_choice": "required"}, "tool_choice", "needs tools"),
         (ChatBody, {"response_format": {"type": "json_schema"}}, "response_format", "a schema is required"),
-        (ChatBody, {"response_format": schema_of("unavailable")}, "guided_decoding_guide", ""),  # not 503
+        (ChatBody, {"response_format": schema_of("unavailable")}, "response_format", "unavailable"),  # not 503
+        (ChatBody, {"tools": [BROKEN], "tool_choice": "required"}, "tools", "unavailable"),
+        (ResponsesBody, {"text": {"format": schema_of("unavailable")}}, "text", "unavailable"),
         (CompletionBody, {"prompt": [7, 10**30]}, "prompt", "must lie in [0, "),
         (ResponsesBody, {"input": [{"role": "user"}]}, "input[0].content", "is required"),
         (ChatBody, {"max_tokens": 100_000}, "max_tokens", "context"),
@@ -363,6 +368,8 @@ def test_strangers_and_unknown_models_are_turned_away(api: Api):
         ask(api, CompletionBody, **BASE[CompletionBody], model="gpt-5")
     with pytest.raises(openai.NotFoundError, match="no such endpoint"):
         api.client.embeddings.create(model=MODEL, input="x", encoding_format="float")
+    with pytest.raises(openai.APIStatusError, match="GET /v1/completions: this endpoint has another method"):
+        api.client.get("/completions", cast_to=object)
 
 
 @pytest.mark.parametrize("sent", [b"{", b"[" * 100_000, b"[1]", b'{"prompt": "' + b"x" * (5 << 20) + b'"}'])

@@ -144,7 +144,7 @@ def test_errors_keep_their_code_and_field_across_the_link(error: FaserError):
 def test_the_only_engines_socket_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("faser_backend.triton.link.MAX_SOCKET_PATH", 1000)  # /tmp holds other sockets
-    for process, words in ((2**30, "none"), (os.getppid(), ""), (os.getpid(), f"engine-{os.getpid()}.sock")):
+    for process, words in ((2**30, "start it first"), (os.getppid(), ""), (os.getpid(), f"engine-{os.getpid()}.sock")):
         socket_path(process).touch()  # the first one is stale
         with pytest.raises(ConfigError, match=words) if words else contextlib.nullcontext():
             assert only_socket() == socket_path(process)
