@@ -200,6 +200,14 @@ def run_behind(behind: Behind | None) -> None:
         behind.popleft()()
 
 
+@dataclass(slots=True)
+class GraphCounts:
+    """Totals of one runtime. Counted where graphs are captured, on one thread at a time."""
+
+    num_graphs: int = 0
+    num_failed_captures: int = 0
+
+
 class Clock(Protocol):
     """Nanoseconds; real or virtual."""
 

@@ -10,9 +10,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
-from faser_backend.core.ports import Behind
+from faser_backend.core.ports import Behind, GraphCounts
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cpu.weights import useful_threads

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.core.ports import GraphCounts
 from faser_backend.cuda.segment import Launch
 
 _log = logging.getLogger(__name__)

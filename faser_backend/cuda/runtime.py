@@ -21,9 +21,8 @@ import torch
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
-from faser_backend.core.ports import Behind, DraftLoop, Sampler
+from faser_backend.core.ports import Behind, DraftLoop, GraphCounts, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.green_contexts import load_driver

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import ModelSpec
-from faser_backend.core.ports import Behind, DraftLoop, Lanes, ModelRunner, Sampler
+from faser_backend.core.ports import Behind, DraftLoop, GraphCounts, Lanes, ModelRunner, Sampler
 from faser_backend.device.partition import PartitionMenu, Share
 from faser_backend.manifest import ModelEngine
 

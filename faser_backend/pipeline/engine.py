@@ -16,9 +16,8 @@ import numpy as np
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
-from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.ports import Behind, Clock, Partition, Sampler
+from faser_backend.core.ports import Behind, Clock, GraphCounts, Partition, Sampler
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence

@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -160,8 +161,8 @@ class Frontend:
             self._refuse(exchange, life, responder, error)
 
     def drain(self) -> None:
-        """Waits until every request is answered."""
-        self._long_texts.drain()
+        """Waits until every request is answered, and reads no more long texts."""
+        self._long_texts.close()
         while self._live:
             time.sleep(DRAIN_POLL_S)
 
@@ -353,8 +354,7 @@ class LongTexts:
         """max_waiting: long texts that may wait; 0: any number."""
         self._max_waiting = max_waiting
         self._pool = ThreadPoolExecutor(NUM_READERS, "long-texts")
-        self._lock = threading.Lock()
-        self._num_waiting = 0
+        self._free = threading.Semaphore(max_waiting or sys.maxsize)
 
     def run(self, tensors: Tensors, read: Callable[[], None]) -> None:
         """Calls read, which handles its own errors, now or later.
@@ -364,24 +364,16 @@ class LongTexts:
         if num_text_bytes(tensors) <= LONG_TEXT_BYTES:
             read()
             return
-        with self._lock:
-            if self._max_waiting and self._num_waiting >= self._max_waiting:
-                raise QueueFullError(self._max_waiting)
-            self._num_waiting += 1
+        if not self._free.acquire(blocking=False):
+            raise QueueFullError(self._max_waiting)
         try:
             self._pool.submit(self._read, read)
         except RuntimeError:  # the pool is closed
-            with self._lock:
-                self._num_waiting -= 1
+            self._free.release()
             raise UnavailableError(SHUTTING_DOWN) from None
 
-    def drain(self) -> None:
-        """Waits until every long text is read."""
-        while self._num_waiting:
-            time.sleep(DRAIN_POLL_S)
-
     def close(self) -> None:
-        """Refuses further long texts; waiting ones are still read."""
+        """Refuses further long texts, and waits until all are read. May be called again."""
         self._pool.shutdown()
 
     def _read(self, read: Callable[[], None]) -> None:
@@ -390,5 +382,4 @@ class LongTexts:
         except Exception:
             _log.exception("a request with a long text failed unanswered")
         finally:
-            with self._lock:
-                self._num_waiting -= 1
+            self._free.release()

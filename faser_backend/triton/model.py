@@ -342,7 +342,6 @@ class _Converter(ConfiguredModel):
                 responder.fail(error.failure)
 
     def finalize(self) -> None:
-        self._long_texts.drain()
         self._long_texts.close()
 
     def _answer(self, tensors: dict[str, np.ndarray], model: ServedModel, responder: TritonResponder) -> None:

@@ -86,7 +86,7 @@ def _write_pair(context: Context, folder: Path) -> tuple[Path, Path]:
 
 def _failed_capture() -> None:
     """Makes the host wait under capture, as a mistake would: that call runs without a graph, the next one with one."""
-    from faser_backend.core.graph_counts import GraphCounts
+    from faser_backend.core.ports import GraphCounts
     from faser_backend.cuda.graphs import GraphCapturer
 
     rows = torch.ones((64, 64), device="cuda", dtype=torch.bfloat16)

@@ -16,7 +16,7 @@ import torch
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
-from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.core.ports import GraphCounts
 from faser_backend.cuda.graphs import CallCache, RepeatedLaunch
 from faser_backend.cuda.runtime import CudaRuntime
 from faser_backend.cuda.segment import ProgramSource

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from itertools import count
 from typing import Any
 
-from faser_backend.core.graph_counts import GraphCounts
+from faser_backend.core.ports import GraphCounts
 from faser_backend.cuda.graphs import GraphCapturer
 from faser_backend.cuda.segment import Launch
 from tests.support.fake_cuda import FakeCuda, FakeStream

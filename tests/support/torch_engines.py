@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from faser_backend.core.graph_counts import GraphCounts
 from faser_backend.core.model import FLOAT32_WEIGHTS
+from faser_backend.core.ports import GraphCounts
 from faser_backend.cuda.call_shapes import CallBounds
 from faser_backend.cuda.graphs import GraphCapturer
 from faser_backend.cuda.pool import CudaKvPool
