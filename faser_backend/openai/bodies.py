@@ -66,7 +66,7 @@ class Body(_Fields):
     temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[StreamOptions, BeforeValidator(lambda it: {} if it is None else it)] = StreamOptions()
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
@@ -79,6 +79,8 @@ class Body(_Fields):
     spec_decode_metrics: Literal["summary", "detailed"] | None = None  # adds `metrics` to the answer
     return_token_details: bool = False  # chunks mark the pieces of text that were drafted
 
+    prompt_field: ClassVar = "prompt"  # as clients know it
+
     @property
     def num_choices(self) -> int:
         return 1
@@ -87,6 +89,11 @@ class Body(_Fields):
     def num_top(self) -> int | None:
         """The number of alternatives per token; None without log-probabilities."""
         return None
+
+    @property
+    def wants_stats(self) -> bool:
+        wants_metrics = self.spec_decode_metrics is not None
+        return wants_metrics or self.return_token_details or self.stream_options.continuous_usage_stats
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
@@ -201,7 +208,7 @@ class AnswerFormat(_Fields):
 class ConversationBody(Body):
     """The fields that /v1/chat/completions and /v1/responses share."""
 
-    prompt_field: ClassVar = "messages"  # as clients know it
+    prompt_field: ClassVar = "messages"
     format_field: ClassVar = "response_format"
     messages: Messages
     tools: Annotated[list[Tool], FIRST, Field(max_length=MAX_CALLS)] | None = None

@@ -13,41 +13,32 @@ from faser_backend.core.errors import ErrorCode, Failure, FaserError
 
 _LOG = logging.getLogger(__name__)
 
-# The HTTP status, and OpenAI's `type` and `code`.
-ANSWERS: dict[ErrorCode, tuple[int, str, str | None]] = {
-    ErrorCode.INVALID: (400, "invalid_request_error", None),
-    ErrorCode.TOO_LONG: (400, "invalid_request_error", "context_length_exceeded"),
-    ErrorCode.QUEUE_FULL: (429, "rate_limit_error", "queue_full"),
-    ErrorCode.CANCELLED: (499, "invalid_request_error", "cancelled"),
-    ErrorCode.UNAVAILABLE: (503, "server_error", "unavailable"),
-    ErrorCode.INTERNAL: (500, "server_error", "internal_error"),
+ANSWERS = {  # the HTTP status and OpenAI's `code`
+    ErrorCode.INVALID: (400, None),
+    ErrorCode.TOO_LONG: (400, "context_length_exceeded"),
+    ErrorCode.QUEUE_FULL: (429, "queue_full"),
+    ErrorCode.CANCELLED: (499, "cancelled"),
+    ErrorCode.UNAVAILABLE: (503, "unavailable"),
+    ErrorCode.INTERNAL: (500, "internal_error"),
 }
-_TYPES = {401: "authentication_error", 404: "not_found_error"}  # for errors without an engine code
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}  # OpenAI's, by status
 
 
 class ApiError(Exception):
     """The error of one request. status: of HTTP; param: the wrong field; code: for programs."""
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        status: int = 400,
-        param: str | None = None,
-        code: str | None = None,
-        kind: str | None = None,
-    ) -> None:
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.message, self.status, self.param, self.code = message, status, param, code
-        self.kind = kind or _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
 
     @classmethod
     def of(cls, failure: Failure) -> ApiError:
-        status, kind, code = ANSWERS[failure.code]
-        return cls(failure.message, status=status, param=failure.field, code=code, kind=kind)
+        status, code = ANSWERS[failure.code]
+        return cls(failure.message, status=status, param=failure.field, code=code)
 
     def body(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
 def as_api_error(error: Exception) -> ApiError:

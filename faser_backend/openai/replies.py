@@ -182,8 +182,7 @@ class ChoicesReply(ApiReply):
         self._tokens: list[list[AnswerToken]] = [[] for _ in wanted]
 
     def end(self) -> list[Event]:
-        options = self.body.stream_options
-        extra = {"usage": self.usage} if options is not None and options.include_usage else {}
+        extra = {"usage": self.usage} if self.body.stream_options.include_usage else {}
         extra |= self.metrics
         return [(None, self._chunk_of([]) | extra)] if extra else []
 
@@ -195,8 +194,8 @@ class ChoicesReply(ApiReply):
         raise NotImplementedError
 
     def _chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        options, chunk = self.body.stream_options, self._frame | {"object": self.kinds[1], "choices": choices}
-        return chunk | ({"usage": self.usage} if options is not None and options.continuous_usage_stats else {})
+        chunk = self._frame | {"object": self.kinds[1], "choices": choices}
+        return chunk | ({"usage": self.usage} if self.body.stream_options.continuous_usage_stats else {})
 
     def _event(self, choice: dict[str, Any], piece: Piece) -> list[Event]:
         if self.body.return_token_details:

@@ -62,7 +62,7 @@ def generations(body: Body, model: ServedModel) -> list[Generation]:
         check_length("prompt", prompt, model.max_text_bytes)
     encode = model.tokenizer.encode_prompt
     encoded = (encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts)
-    return [one for ids in encoded for one in _choices(body, "prompt", ids, model)]
+    return [one for ids in encoded for one in _choices(body, ids, model)]
 
 
 def _conversation(body: ConversationBody, model: ServedModel) -> list[Generation]:
@@ -76,7 +76,7 @@ def _conversation(body: ConversationBody, model: ServedModel) -> list[Generation
         predicted = text_of(body.prediction.content)
         check_length("prediction", predicted, model.max_text_bytes)
         draft_ids = tuple(tokenizer.encode(predicted)[:MAX_PREDICTED_TOKENS])
-    choices = _choices(body, body.prompt_field, ids, model, draft_ids=draft_ids)
+    choices = _choices(body, ids, model, draft_ids=draft_ids)
     return [replace(choice, guide=guide, guide_field=guide_field, tool_form=form) for choice in choices]
 
 
@@ -113,9 +113,9 @@ def _for_template(name: str, message: Message) -> dict[str, Any]:
 
 
 def _choices(
-    body: Body, prompt_field: str, prompt_ids: list[int], model: ServedModel, *, draft_ids: tuple[int, ...] = ()
+    body: Body, prompt_ids: list[int], model: ServedModel, *, draft_ids: tuple[int, ...] = ()
 ) -> list[Generation]:
-    """Returns the n choices for one prompt. prompt_field: names the prompt in errors."""
+    """Returns the n choices for one prompt."""
     limit_field = next((name for name in LIMIT_FIELDS if getattr(body, name, None) is not None), LIMIT_FIELDS[-1])
     room = max(1, model.limits.max_context - len(prompt_ids))
     default = min(DEFAULT_COMPLETION_TOKENS, room) if isinstance(body, CompletionBody) else room
@@ -123,7 +123,6 @@ def _choices(
     max_tokens = default if asked is None else asked
     echoes = isinstance(body, CompletionBody) and bool(body.echo)
     num_top = body.num_top
-    is_continuous = body.stream_options is not None and body.stream_options.continuous_usage_stats
     try:
         request = Request(
             "",
@@ -137,11 +136,11 @@ def _choices(
             wants_log_probs=num_top is not None,
             wants_context_log_probs=num_top is not None and echoes,
             wants_generation_logits=bool(num_top),
-            wants_stats=body.spec_decode_metrics is not None or body.return_token_details or is_continuous,
+            wants_stats=body.wants_stats,
         )
         request.validate(model.limits)
     except RequestError as error:
-        names = {"input_ids": prompt_field, "max_tokens": limit_field}
+        names = {"input_ids": body.prompt_field, "max_tokens": limit_field}
         error.blame(names.get(error.field or "", error.field or ""))
         raise
     first = Generation(request, max_tokens, tuple(getattr(body, "stop", None) or ()), num_top, echoes)

@@ -14,9 +14,10 @@ from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler
+from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.acceptance import PURPOSE_DRAFT, draw, rank_drawn
 from faser_backend.pipeline.propose import Proposal, Proposer
-from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, token_range_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows
 from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.trim import chances, continues
 from faser_backend.policy.speculation import MAX_DRAFT_LAG
@@ -32,6 +33,7 @@ class ModelProposer(Proposer):
 
     main_source = "model"
     max_lag = MAX_DRAFT_LAG
+    num_ahead = 0  # the position of a row's token, minus the row's
 
     sampler: Sampler
     times: PhaseTimes
@@ -83,22 +85,32 @@ class ModelProposer(Proposer):
         self.times.lap("draft_sample")
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
-        """Feeds the draft the unread tokens of each chunk, without logits."""
+        """Feeds the draft the unread tokens of each chunk before the anchor, without logits."""
         assert partition.draft is not None, "drafting needs a draft model"
         self.times.start()
-        ends = [(chunk.sequence, chunk.start + chunk.num_tokens) for chunk in chunks]
-        behind = [(sequence, stop) for sequence, stop in ends if sequence.draft_len < stop]
-        if not behind:
-            return
-        lagging = [sequence for sequence, _ in behind]
-        tables = self.block_tables[[sequence.slot for sequence in lagging]]
-        starts = [sequence.draft_len for sequence in lagging]
-        rows = token_range_rows(lagging, starts, [stop for _, stop in behind], tables, with_logits=False)
-        self.times.lap("prefill_rows")
-        run_model(partition.draft, rows)
-        self.times.lap("prefill_model")
-        for sequence, stop in behind:
-            sequence.draft_len = stop
+        ends = [(each.sequence, min(each.start + each.num_tokens, each.sequence.num_tokens - 1)) for each in chunks]
+        behind = [(sequence, stop) for sequence, stop in ends if self._num_rows_read(sequence) < stop]
+        if behind:
+            tables = self.block_tables[[sequence.slot for sequence, _ in behind]]
+            rows = self._unread(behind, tables, with_logits=False)
+            self.times.lap("prefill_rows")
+            self._read(partition.draft, rows)
+            self.times.lap("prefill_model")
+        for sequence, stop in ends:
+            sequence.draft_len = max(sequence.draft_len, stop)
+
+    def _num_rows_read(self, sequence: Sequence) -> int:
+        return sequence.draft_len
+
+    def _unread(self, ends: list[tuple[Sequence, int]], tables: np.ndarray, *, with_logits: bool) -> RowBatch:
+        """Returns the unread rows of sequences, each up to its end; with_logits: of the last of each."""
+        starts, ahead = [self._num_rows_read(sequence) for sequence, _ in ends], self.num_ahead
+        pieces = [seq.token_ids[a + ahead : b + ahead] for a, (seq, b) in zip(starts, ends, strict=True)]
+        return piece_rows(pieces, starts, tables, with_logits=with_logits)
+
+    def _read(self, runner: ModelRunner, rows: RowBatch) -> None:
+        """Reads rows without logits."""
+        run_model(runner, rows)
 
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         """Returns rows of the unread tokens, up to the anchor or the last uncommitted token. Chains of n-grams are
@@ -107,8 +119,7 @@ class ModelProposer(Proposer):
         is_behind = chain.num_behind[active] > 0
         fresh = [seq for seq, waits in zip(sequences, is_behind, strict=True) if not waits]
         if len(fresh) == len(sequences):
-            starts = [seq.draft_len for seq in sequences]
-            return token_range_rows(sequences, starts, [seq.num_tokens for seq in sequences], tables, with_logits=True)
+            return self._unread([(seq, seq.num_tokens) for seq in sequences], tables, with_logits=True)
         last = chain.last_tokens(active)
         pieces = [
             last[row : row + 1]

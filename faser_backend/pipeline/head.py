@@ -19,7 +19,6 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import (
     BlockRunner,
     DeviceArray,
@@ -27,12 +26,11 @@ from faser_backend.core.ports import (
     DraftTokens,
     HeadRunner,
     ModelRunner,
-    Partition,
 )
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.propose import Proposal
-from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows, verify_sampling_rows
+from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, verify_sampling_rows
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
 
 
@@ -42,36 +40,15 @@ class HeadProposer(ModelProposer):
     has not seen. A sequence of one token gets no draft, for there is no row yet."""
 
     max_lag = MAX_ADAPTIVE_TOKENS + MAX_DRAFT_LAG  # rows of accepted tokens are read again in any case
+    num_ahead = 1
     fewest_tokens = 2  # of a sequence: the first token has no row yet
 
     _num_read: dict[Sequence, int] = field(default_factory=dict, init=False)  # rows beside the target's hidden states
 
-    def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
-        """Reads the rows of each chunk whose next token is known, without logits."""
-        self.times.start()
-        ends = [(chunk.sequence, chunk.start + chunk.num_tokens) for chunk in chunks]
-        behind = [(seq, min(stop, seq.num_tokens - 1)) for seq, stop in ends]
-        behind = [(sequence, stop) for sequence, stop in behind if self._rows_of(sequence) < stop]
-        if behind:
-            sequences = [sequence for sequence, _ in behind]
-            tables = self.block_tables[[sequence.slot for sequence in sequences]]
-            rows = self._unread(sequences, [stop for _, stop in behind], tables, with_logits=False)
-            self.times.lap("prefill_rows")
-            assert partition.draft is not None, "drafting needs a draft head"
-            self._read(partition.draft, rows)
-            self.times.lap("prefill_model")
-        for sequence, stop in behind:
-            self._num_read[sequence] = stop
-        for sequence, stop in ends:
-            sequence.draft_len = max(sequence.draft_len, min(stop, sequence.num_tokens - 1))
-
     def unread_rows(self, batch: DecodeBatch, active: np.ndarray, *, with_logits: bool = True) -> RowBatch:
         """Returns all rows of sequences active [A] that are not read yet; with_logits: of the last of each."""
-        sequences = [batch.sequences[i] for i in active]
-        stops = [sequence.num_tokens - 1 for sequence in sequences]
-        rows = self._unread(sequences, stops, batch.block_tables[active], with_logits=with_logits)
-        self._num_read.update(zip(sequences, stops, strict=True))
-        return rows
+        ends = [(sequence, sequence.num_tokens - 1) for sequence in (batch.sequences[i] for i in active)]
+        return self._unread(ends, batch.block_tables[active], with_logits=with_logits)
 
     def forget(self, sequence: Sequence) -> None:
         self._num_read.pop(sequence, None)
@@ -106,21 +83,14 @@ class HeadProposer(ModelProposer):
         assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
         return self.unread_rows(chain.batch, active)
 
-    def _read(self, runner: ModelRunner, rows: RowBatch) -> None:
-        """Reads rows without logits."""
-        run_model(runner, rows)
-
-    def _rows_of(self, sequence: Sequence) -> int:
-        """Rows that are read. A reused prefix brings its own, the last of them beside another's next token."""
+    def _num_rows_read(self, sequence: Sequence) -> int:
+        # A reused prefix brings its own, the last of them beside another's next token.
         return max(0, min(self._num_read.get(sequence, sequence.draft_len), sequence.num_tokens - 2))
 
-    def _unread(
-        self, sequences: list[Sequence], stops: list[int], tables: np.ndarray, *, with_logits: bool
-    ) -> RowBatch:
-        """Rows up to stop of each sequence that are not read yet."""
-        starts = [self._rows_of(sequence) for sequence in sequences]
-        pieces = [seq.token_ids[a + 1 : b + 1] for seq, a, b in zip(sequences, starts, stops, strict=True)]
-        return piece_rows(pieces, starts, tables, with_logits=with_logits)
+    def _unread(self, ends: list[tuple[Sequence, int]], tables: np.ndarray, *, with_logits: bool) -> RowBatch:
+        rows = super()._unread(ends, tables, with_logits=with_logits)
+        self._num_read.update(ends)
+        return rows
 
 
 class BlockProposer(HeadProposer):
