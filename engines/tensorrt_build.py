@@ -135,7 +135,7 @@ class TensorRtCompiler:
         self, onnx_path: Path, segment: SegmentSpec, buckets: tuple[BucketSpec, ...], path: Path
     ) -> None:
         """Writes the engine of one ONNX file. Raises TensorRtError naming segment, stage and logged errors."""
-        module, log = self.tensorrt.module, self.tensorrt.error_log()
+        module, log = self.tensorrt.module, ErrorLog(self.tensorrt)
         builder = module.Builder(log.logger)
         network = parse_network(self.tensorrt, builder, log, onnx_path)
         config = self._config(builder)

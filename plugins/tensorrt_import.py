@@ -57,13 +57,12 @@ class TensorRt:
                 f"engines were built by {compiler or 'no TensorRT'}, installed is {self.title}: build again"
             )
 
-    def error_log(self) -> ErrorLog:
-        """Makes a logger that collects errors. One log may serve several builders and runtimes."""
-        return ErrorLog(self)
-
 
 class ErrorLog:
-    """A collector of errors. `logger` is passed to TensorRT; `check` raises what was logged since the last check."""
+    """A collector of errors; one may serve several builders and runtimes.
+
+    `logger` is passed to TensorRT; `check` raises what was logged since the last check.
+    """
 
     def __init__(self, tensorrt: TensorRt) -> None:
         self._lock = Lock()  # TensorRT logs from its own threads too
@@ -82,8 +81,7 @@ class ErrorLog:
 
     def check(self, stage: str) -> None:
         """Raises TensorRtError naming the stage if an error was logged."""
-        errors = self.take_errors()
-        if errors:
+        if errors := self.take_errors():
             raise TensorRtError(f"{stage}: {'; '.join(dict.fromkeys(errors))}")
 
     def fail(self, stage: str, otherwise: str) -> TensorRtError:

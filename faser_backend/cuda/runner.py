@@ -165,10 +165,10 @@ class CudaRunner:
         head's also have hidden [T, hidden_size], which each launch overwrites with the next one's input. cu_rows,
         logit_rows and padding indices are final; slot_mapping holds -1, the rest 0. Every call has separate inputs.
         """
-        num_sequences = bounds.num_sequences
-        wanted = {
-            tensor.name: tensor for index in self._decode_segments for tensor in self._filled_inputs(index, bounds)
-        }
+        num_sequences, is_head = bounds.num_sequences, self.spec.reads_target
+        # Rows of tokens that a head has drafted read no features of the target.
+        segments = (LAYER,) if is_head else range(self.num_segments)
+        wanted = {tensor.name: tensor for index in segments for tensor in self._filled_inputs(index, bounds)}
         inputs = InputBlock(wanted.values(), bounds, self._device)
         nothing = np.zeros(num_sequences, np.int64)
         idle = RowBatch(nothing, np.arange(num_sequences + 1), nothing, nothing[:, None], np.arange(num_sequences))
@@ -186,15 +186,17 @@ class CudaRunner:
         fill(nothing[:, None])
         launches: list[Launch] = []
         tensors: dict[str, torch.Tensor] = {}
-        for index in self._decode_segments:
-            tensors = self._decode_tensors(index, bounds, inputs)
+        for index in segments:
+            tensors = self._tensors(index, bounds, inputs, self._store)
+            if is_head:
+                tensors["hidden_out"] = tensors["hidden"]
             launches.append(self._programs[index].prepare(tensors, bounds))
 
         def launch() -> None:
             for queue in launches:
                 queue()
 
-        results = {name: tensors[name] for name in ("logits", *(["hidden"] if self.spec.reads_target else []))}
+        results = {name: tensors[name] for name in (("logits", "hidden") if is_head else ("logits",))}
         return PreparedCall({**inputs.tensors, **results}, launch, fill)
 
     def clear_at_close(self, clear: Callable[[], None]) -> None:
@@ -251,11 +253,6 @@ class CudaRunner:
         filled = filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
         return [*filled, ADAPTERS] if bounds.has_adapters else filled
 
-    @property
-    def _decode_segments(self) -> Sequence[int]:
-        """The segments of a decode call."""
-        return range(self.num_segments)
-
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
         """Returns the bounds that distinguish one segment's calls: only the last of a compiled model has logits.
 
@@ -265,9 +262,6 @@ class CudaRunner:
             return CallBounds(bounds.num_rows, 0, 0, 0, 0, 0)
         is_last = self.limits is None or segment == self.num_segments - 1
         return bounds if is_last else bounds._replace(num_logit_rows=0)
-
-    def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
-        return self._tensors(index, bounds, inputs, self._store)
 
     def _tensors(
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
@@ -339,13 +333,3 @@ class CudaHeadRunner(CudaRunner):
         if kept.size and int(kept[-1]) - first + 1 == kept.size:
             return hidden[first : first + kept.size].clone()
         return super().take_rows(hidden, kept)
-
-    @property
-    def _decode_segments(self) -> Sequence[int]:
-        """Only the layer: rows of drafted tokens read no features of the target."""
-        return (LAYER,)
-
-    def _decode_tensors(self, index: int, bounds: CallBounds, inputs: InputBlock) -> dict[str, torch.Tensor]:
-        """Makes the layer write its output over its input."""
-        tensors = super()._decode_tensors(index, bounds, inputs)
-        return {**tensors, "hidden_out": tensors["hidden"]}

@@ -75,7 +75,7 @@ class EngineStore:
     def __init__(self, runtime: str) -> None:
         """Raises TensorRtError if the runtime's TensorRT is not installed."""
         self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[runtime].tensorrt)
-        self.log: ErrorLog = self.tensorrt.error_log()
+        self.log = ErrorLog(self.tensorrt)
         self._runtime = self.tensorrt.module.Runtime(self.log.logger)
         self._files: dict[Path, EngineFile] = {}
         self._caches: dict[Path, Any] = {}  # RTX only, like the next

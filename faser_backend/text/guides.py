@@ -109,11 +109,17 @@ def _structural_tag(tag: Any) -> str:
 
 
 class LlgState:
-    """A core.grammar.GrammarState. A matcher that has reached a limit keeps its error."""
+    """A core.grammar.GrammarState, and the core.grammar.Grammar of answers that start from it.
+
+    A matcher that has reached a limit keeps its error.
+    """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher, self._vocab_size = matcher, vocab_size
         self._mask = np.zeros(-(-vocab_size // 32), np.int32)
+
+    def start(self) -> LlgState:
+        return LlgState(self._matcher.deep_copy(), self._vocab_size)
 
     def advance(self, tokens: list[int]) -> int:
         return self._ask(self._matcher.try_consume_tokens, tokens) if tokens else 0
@@ -143,23 +149,13 @@ class LlgState:
         return answer
 
 
-class LlgGrammar:
-    """A core.grammar.Grammar."""
-
-    def __init__(self, template: LLMatcher, vocab_size: int) -> None:
-        self._template, self._vocab_size = template, vocab_size
-
-    def start(self) -> LlgState:
-        return LlgState(self._template.deep_copy(), self._vocab_size)
-
-
 class GuideCompiler:
     """A compiler for the grammars of one model's requests, on its own thread. Thread-safe."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
         self._tokenizer_file, self._vocab_size, self._end_ids = tokenizer_file, vocab_size, end_ids
         self._tokenizer: LLTokenizer | None = None  # loaded with the first grammar, in a third of a second
-        self._compiled: OrderedDict[str, LlgGrammar] = OrderedDict()
+        self._compiled: OrderedDict[str, LlgState] = OrderedDict()
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "guides")
         self._free = threading.BoundedSemaphore(MAX_WAITING)
@@ -176,7 +172,7 @@ class GuideCompiler:
         else:
             raise RequestError(GUIDE, "given", f"{MAX_WAITING} grammars wait to be compiled; retry later")
 
-    def compile(self, guide: str) -> LlgGrammar:
+    def compile(self, guide: str) -> Grammar:
         """Compiles a guide of read_guide. Raises RequestError with the library's message."""
         if (known := self._known(guide)) is not None:
             return known
@@ -188,8 +184,8 @@ class GuideCompiler:
         matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(GUIDE, "given", _first_line(matcher.get_error()))
-        LlgState(matcher, self._vocab_size).allowed()  # the first mask costs most; copies of the state share it
-        grammar = LlgGrammar(matcher, self._vocab_size)
+        grammar = LlgState(matcher, self._vocab_size)
+        grammar.allowed()  # the first mask costs most; copies of the state share it
         trial = grammar.start()
         trial.advance(trial.forced()[:MAX_TRIED])
         with self._lock:
@@ -201,7 +197,7 @@ class GuideCompiler:
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    def _known(self, guide: str) -> LlgGrammar | None:
+    def _known(self, guide: str) -> LlgState | None:
         with self._lock:
             if guide in self._compiled:
                 self._compiled.move_to_end(guide)

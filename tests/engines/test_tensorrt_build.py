@@ -19,7 +19,7 @@ from faser_backend.engines.tensorrt_buckets import (
 )
 from faser_backend.engines.tensorrt_build import TensorRtCompiler, parse_network
 from faser_backend.manifest import BucketSpec, EngineManifest, FileSpec, ModelEngine, SegmentSpec, TensorSpec
-from faser_backend.plugins.tensorrt_import import import_tensorrt
+from faser_backend.plugins.tensorrt_import import ErrorLog, import_tensorrt
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.tiny_models import write_checkpoint
 
@@ -94,7 +94,7 @@ def test_half_precision_engines_hold_half_the_weights(demo: Path) -> None:
 def test_networks_have_the_tensors_and_profiles_of_the_manifest(dtype: str, tmp_path: Path) -> None:
     runner = GatheredRunner(DEMO / "target", tmp_path, exit_layers=(EXIT_LAYER,), block_size=16, dtype=dtype)
     compiler = TensorRtCompiler("tensorrt_rtx", dtype, TensorRtOptions(), 4, print, print)
-    tensorrt, log = compiler.tensorrt, compiler.tensorrt.error_log()
+    tensorrt, log = compiler.tensorrt, ErrorLog(compiler.tensorrt)
     builder = tensorrt.module.Builder(log.logger)
     for index, graph in enumerate(runner.graphs):
         path = tmp_path / f"{index}.onnx"
@@ -123,7 +123,7 @@ def test_profiles_of_a_split_get_the_stream_of_their_models_share() -> None:
     """TensorRT-RTX also has the attribute, though only full TensorRT is built for splits."""
     compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), 4, print, print)
     compiler.options = TensorRtOptions(split_streams={"16/116": SplitStreams(draft=1234, target=5678)})
-    builder = compiler.tensorrt.module.Builder(compiler.tensorrt.error_log().logger)
+    builder = compiler.tensorrt.module.Builder(ErrorLog(compiler.tensorrt).logger)
     for name, split, stream in (("draft", "16/116", 1234), ("target", "16/116", 5678), ("target", "", 0)):
         segment = SegmentSpec(FileSpec(f"{name}.0.onnx", "", 0), 0, 1, (), ())
         assert compiler.make_profile(builder, segment, BucketSpec("decode", {}, split)).profile_stream == stream

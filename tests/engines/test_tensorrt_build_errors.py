@@ -11,7 +11,7 @@ from faser_backend.engines.build import build_engines
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.tensorrt_buckets import CallLimits, SplitStreams, TensorRtOptions
 from faser_backend.engines.tensorrt_build import parse_network, require_gpu
-from faser_backend.plugins.tensorrt_import import TensorRt, TensorRtError, import_tensorrt
+from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtError, import_tensorrt
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.tiny_models import write_checkpoint
 
@@ -40,7 +40,7 @@ def engine(source: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def load_error(rtx: TensorRt, content: bytes) -> str:
-    log = rtx.error_log()
+    log = ErrorLog(rtx)
     assert rtx.module.Runtime(log.logger).deserialize_cuda_engine(content) is None
     with pytest.raises(TensorRtError) as caught:
         log.check("x.engine: load")
@@ -127,7 +127,7 @@ def test_what_the_compiler_refuses_names_engine_and_stage(source: Path, tmp_path
 def test_a_graph_without_its_weights_names_file_and_stage(rtx: TensorRt, source: Path, tmp_path: Path) -> None:
     GatheredRunner(source, tmp_path)
     (tmp_path / "weights").unlink()
-    log = rtx.error_log()
+    log = ErrorLog(rtx)
     builder = rtx.module.Builder(log.logger)
     with pytest.raises(TensorRtError, match=r"^0\.onnx: parse: "):
         parse_network(rtx, builder, log, tmp_path / "0.onnx")

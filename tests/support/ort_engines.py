@@ -149,7 +149,7 @@ class OrtStore:
     """The parts of an EngineStore that programs use."""
 
     def __init__(self, directory: Path, *models: ModelEngine) -> None:
-        self.log: ErrorLog = import_tensorrt("rtx").error_log()
+        self.log = ErrorLog(import_tensorrt("rtx"))
         self.contexts: list[OrtContext] = []
         self.is_captured: list[bool] = []
         segments = (segment for model in models for segment in model.segments)
