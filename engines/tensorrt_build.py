@@ -288,25 +288,19 @@ TILE_ROWS = 8
 
 
 def plugin_geometry(spec: ModelSpec, kv_block_size: int) -> Geometry:
-    """Returns the plugins' attributes for this machine's GPU."""
-    num_sms, capability = _device()
+    """Returns the plugins' attributes for this machine's GPU, the only one that full TensorRT compiles for."""
+    import torch
+
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     return Geometry(
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=spec.head_dim,
         kv_block_size=kv_block_size,
         tile_rows=TILE_ROWS,
-        num_sms=num_sms,
-        capability=capability,
+        num_sms=gpu.multi_processor_count,
+        capability=10 * gpu.major + gpu.minor,
     )
-
-
-def _device() -> tuple[int, int]:
-    """Returns SMs and compute capability of the GPU, the only one that full TensorRT compiles for."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return properties.multi_processor_count, 10 * properties.major + properties.minor
 
 
 def check_no_copies(module: Any, engine: Any, name: str) -> None:

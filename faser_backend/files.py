@@ -39,8 +39,8 @@ def shown(path: Path | str) -> str:
 Check = Callable[[os.stat_result], None]  # of the opened file, before it is read
 
 
-def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES, check: Check = lambda status: None) -> bytes:
-    """Returns the content of a regular file, or of a link to one. Raises FileError, and what `check` raises."""
+def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, check: Check = lambda status: None) -> str:
+    """Returns the UTF-8 text of a regular file, or of a link to one. Raises FileError, and what `check` raises."""
     try:
         # Without O_NONBLOCK, opening a pipe would wait for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -54,13 +54,8 @@ def read_bytes(path: Path, max_bytes: int = MAX_JSON_BYTES, check: Check = lambd
         raise FileError(path, f"not readable ({getattr(error, 'strerror', None) or error})") from None
     if len(content) > max_bytes:  # the file grew, or its file system reports no size
         raise FileError(path, f"must be at most {max_bytes} bytes")
-    return content
-
-
-def read_text(path: Path, max_bytes: int = MAX_JSON_BYTES, check: Check = lambda status: None) -> str:
-    """Returns a file's content as UTF-8 text. Raises FileError, and what `check` raises."""
     try:
-        return read_bytes(path, max_bytes, check).decode()
+        return content.decode()
     except UnicodeDecodeError as error:
         raise FileError(path, f"not readable as UTF-8 text ({error.reason} at byte {error.start})") from None
 

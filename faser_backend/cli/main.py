@@ -140,7 +140,3 @@ def main() -> None:
 def fail(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(1)
-
-
-if __name__ == "__main__":
-    main()

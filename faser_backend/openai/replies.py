@@ -62,19 +62,15 @@ class Answer:
             output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
         part = self.stream.add(output)
         self.num_tokens += len(part.tokens)
-        for token in part.tokens:
-            self._count(is_drafted=token.is_drafted)
+        for token in part.tokens:  # a step emits its accepted drafted tokens first, then one of its own
+            if not self._is_step_open:
+                self.num_accepted_by_step.append(0)
+            self.num_accepted_by_step[-1] += token.is_drafted
+            self._is_step_open = token.is_drafted
         finish_reason = None if self.finish_reason else self.stream.reason
         self.finish_reason = self.finish_reason or finish_reason
         piece = Piece(echo.text + part.text, echo.tokens + part.tokens, part.pieces, finish_reason)
         return piece if piece.text or piece.parts or piece.finish_reason else None
-
-    def _count(self, *, is_drafted: bool) -> None:
-        """Counts accepted drafted tokens by step. A step emits these first, then one token of its own."""
-        if not self._is_step_open:
-            self.num_accepted_by_step.append(0)
-        self.num_accepted_by_step[-1] += is_drafted
-        self._is_step_open = is_drafted
 
     def _echo(self, output: EngineOutput) -> AnswerPart:
         """Returns the prompt, with its log-probabilities if the output has them."""

@@ -60,7 +60,10 @@ class JointProposer:
         self.times.lap("draft_lookup")
         asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
         takes |= ~asked & (found.num_drafted > 0)
-        drafted = self._draft(partition, batch, proposal, np.where(asked, wanted, 0))
+        drafted = Frontier.empty(len(batch))
+        if asked.any():
+            mine = replace(proposal, num_draft_tokens=np.where(asked, wanted, 0))
+            drafted = self.model.propose(partition, batch, mine)
         self._remember(batch, proposal, found, drafted)
         return _chosen(found, drafted, takes)
 
@@ -71,12 +74,6 @@ class JointProposer:
         self._guesses.pop(sequence, None)
         self.model.forget(sequence)
         self.look_ups.forget(sequence)
-
-    def _draft(self, partition: Partition, batch: DecodeBatch, proposal: Proposal, wanted: np.ndarray) -> Frontier:
-        """Asks the draft model for wanted [B] tokens; an empty frontier where none are wanted."""
-        if not wanted.any():
-            return Frontier.empty(len(batch))
-        return self.model.propose(partition, batch, replace(proposal, num_draft_tokens=wanted))
 
     def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray) -> np.ndarray:
         """Returns bool [B]: which of the sequences `asked` [B] the draft has read, up to its max_lag tokens."""

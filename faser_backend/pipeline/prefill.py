@@ -66,7 +66,8 @@ class Prefiller:
     def finish(self, partition: Partition, plan: StepPlan) -> float:
         """Commits chunks that the target has read; first the draft reads them, if wanted. Returns its microseconds."""
         is_wanted = plan.decision.prefills_draft and self._proposer is not None
-        chunks = [chunk for chunk in plan.prefills if is_wanted and _is_for_draft(chunk)]
+        drafting = (chunk for chunk in plan.prefills if is_wanted and chunk.sequence.request.max_draft_tokens != 0)
+        chunks = [chunk for chunk in drafting if chunk.sequence.draft_len >= chunk.start]  # else the draft lags
         draft_us = self.read_by_draft(partition, chunks)
         for sequence, start, num_tokens in plan.prefills:
             sequence.target_len = stop = start + num_tokens
@@ -162,8 +163,3 @@ def _log_probs(logits: np.ndarray, next_ids: np.ndarray) -> np.ndarray:
     best = np.pad(np.take_along_axis(best, order, axis=1), ((0, 0), (0, NUM_CONTEXT_TOP - count)), mode="edge")
     own = np.take_along_axis(values, next_ids[:, None], axis=1)
     return np.hstack([own, best, np.take_along_axis(values, best, axis=1)])
-
-
-def _is_for_draft(chunk: PrefillChunk) -> bool:
-    """Returns whether the draft may read this chunk too: the request drafts and the draft does not lag."""
-    return chunk.sequence.request.max_draft_tokens != 0 and chunk.sequence.draft_len >= chunk.start

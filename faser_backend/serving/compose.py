@@ -25,7 +25,7 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, FaserError
-from faser_backend.core.ports import Partition, Sampler
+from faser_backend.core.ports import Clock, Partition, Sampler
 from faser_backend.core.request import FinishReason, Limits, Request, Sampling
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
@@ -46,13 +46,18 @@ MIN_CONTEXT = 256  # tokens; less is of no use to anyone
 
 
 class SystemClock:
-    """The monotonic clock of this machine; a core.ports.Clock."""
+    """The monotonic clock of this machine."""
 
     def now_ns(self) -> int:
         return time.perf_counter_ns()
 
 
-def open_engine(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Engine:
+SYSTEM_CLOCK = SystemClock()
+
+
+def open_engine(
+    engine_dir: Path, manifest: EngineManifest, config: EngineConfig, clock: Clock = SYSTEM_CLOCK
+) -> Engine:
     """Checks and loads the weights of an engine directory. The thread that steps the engine prepares it first.
 
     Raises ManifestError or ConfigError.
@@ -61,7 +66,7 @@ def open_engine(engine_dir: Path, manifest: EngineManifest, config: EngineConfig
         served = replace(manifest, draft=served_models(manifest, config).draft)
         runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
-        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close)
+        engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
         for task_id, (name, directory) in enumerate(config.adapters.items(), 1):
             from faser_backend.engines.lora import read_adapter
 
@@ -71,9 +76,9 @@ def open_engine(engine_dir: Path, manifest: EngineManifest, config: EngineConfig
     return engine
 
 
-def build_engine(engine_dir: Path, config: EngineConfig) -> Engine:
+def build_engine(engine_dir: Path, config: EngineConfig, clock: Clock = SYSTEM_CLOCK) -> Engine:
     """Opens an engine for the calling thread to step. Raises ManifestError, ConfigError, and FaserError on warm-up."""
-    return prepared(open_engine(engine_dir, EngineManifest.load(engine_dir), config))
+    return prepared(open_engine(engine_dir, EngineManifest.load(engine_dir), config, clock))
 
 
 def engine_on(
@@ -83,11 +88,12 @@ def engine_on(
     config: EngineConfig,
     *,
     on_close: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
     """Returns an engine of a directory on an open runtime, with its profile. It is not prepared yet."""
     models, config = served_models(manifest, config), with_prompt_rows(config, manifest)
     policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
-    return assemble_on(runtime, models, policy, config, on_close=on_close)
+    return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
 
 
 def prepared(engine: Engine) -> Engine:
@@ -118,6 +124,7 @@ def assemble_on(
     config: EngineConfig,
     *,
     on_close: Callable[[], None] = lambda: None,
+    clock: Clock = SYSTEM_CLOCK,
 ) -> Engine:
     """Returns an engine of these models on an open runtime, which the caller closes. config.policy is not read.
 
@@ -145,7 +152,7 @@ def assemble_on(
     ports = Ports(
         partitions,
         sampler,
-        SystemClock(),
+        clock,
         lambda times, block_tables: make_proposer(models, config, sampler, times, block_tables),
         num_blocks,
         runtime.kv_block_size,

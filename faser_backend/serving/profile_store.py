@@ -24,11 +24,12 @@ from faser_backend.policy.cost_model import CallCost, Calls, CostModel, Curve, O
 from faser_backend.policy.early_exit import ExitCalibration
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.default_costs import ModelSize, default_cost_model
-from faser_backend.serving.runtimes import identity_of, key_columns_of
+from faser_backend.serving.runtimes import identity_of
 from faser_backend.version import VERSION
 
 FORMAT_VERSION = 6  # of the file, and of the bins of its margins
 PROFILE_FILE = "profile.json"
+MIN_TABLE_BLOCKS = 8  # a GPU's block tables have 8, 16, 32, ... columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,10 @@ def _of_engine(manifest: EngineManifest, costs: CostModel) -> CostModel:
 def key_columns(manifest: EngineManifest) -> np.ndarray:
     """Returns the columns of keys that a call reads, by the sequence's number of tokens [max_context + 1]."""
     max_context = ModelPair(manifest.target, manifest.draft).max_context
-    columns = (key_columns_of(manifest.runtime, n, manifest.kv_block_size) for n in range(max_context + 1))
-    return np.fromiter(columns, np.float64)
+    num_blocks = np.ceil(np.arange(max_context + 1) / manifest.kv_block_size)
+    if manifest.runtime_spec.is_gathered:  # it reads all columns of the block table, not the allocated blocks alone
+        num_blocks = 2 ** np.ceil(np.log2(np.maximum(num_blocks, MIN_TABLE_BLOCKS)))
+    return num_blocks * manifest.kv_block_size
 
 
 def _size_of(model: ModelEngine) -> ModelSize:

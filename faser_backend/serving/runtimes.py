@@ -22,7 +22,6 @@ from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving import loading
 
 HEADER_SCHEME = "posix_prefix"  # Triton-language's, even if a distribution's default is another
-MIN_TABLE_BLOCKS = 8  # a GPU's block tables have 8, 16, 32, ... columns
 
 AnyRuntime = Runtime[Any, Any]
 
@@ -81,11 +80,3 @@ def identity_of(runtime: str) -> dict[str, str | int]:
     from faser_backend.cuda.green_contexts import gpu_identity
 
     return gpu_identity(runtime)
-
-
-def key_columns_of(runtime: str, num_tokens: int, kv_block_size: int) -> int:
-    """Returns the columns of keys that a call reads for a sequence of num_tokens tokens."""
-    num_blocks = -(-num_tokens // kv_block_size)
-    if RUNTIMES[runtime].is_gathered:  # it gathers all columns of the block table
-        num_blocks = 1 << max(num_blocks - 1, MIN_TABLE_BLOCKS - 1).bit_length()
-    return num_blocks * kv_block_size  # other runtimes read the allocated blocks alone

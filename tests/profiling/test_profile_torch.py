@@ -26,7 +26,7 @@ from faser_backend.profiling.profile import profile_engine, wait_for_calls
 from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.profile_store import PROFILE_FILE, key_columns, load_knowledge, load_profile
-from faser_backend.serving.runtimes import AnyRuntime, key_columns_of, open_runtime
+from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 from tests.support.brief_profile import BRIEF
 from tests.support.eagle3_models import NUM_TARGET_LAYERS, write_head
 from tests.support.tiny_models import build_with_draft, write_checkpoint
@@ -131,9 +131,11 @@ def test_model_calls_of_a_profiled_step_are_waited_for(engine: Path, runtime: An
 
 def test_columns_of_keys_by_runtime(engine: Path) -> None:
     """Kernels of ours read the blocks that there are; RTX gathers what the table is wide."""
-    ours = [16, 16, 32, 144, 304]
-    found = {name: [key_columns_of(name, n, 16) for n in (1, 16, 17, 129, 300)] for name in RUNTIMES}
-    assert found.pop("tensorrt_rtx") == [128, 128, 128, 256, 512]
-    assert set(map(tuple, found.values())) == {tuple(ours)}
-    widths = key_columns(EngineManifest.load(engine))
+    manifest = EngineManifest.load(engine)
+    long = replace(manifest.target, spec=replace(manifest.target.spec, max_context=300))
+    of_runtimes = (replace(manifest, target=long, draft=None, kv_block_size=16, runtime=name) for name in RUNTIMES)
+    found = {each.runtime: tuple(key_columns(each)[[1, 16, 17, 129, 300]]) for each in of_runtimes}
+    assert found.pop("tensorrt_rtx") == (128, 128, 128, 256, 512)
+    assert set(found.values()) == {(16, 16, 32, 144, 304)}
+    widths = key_columns(manifest)
     assert widths[5] == 8 and (np.diff(widths) >= 0).all()
