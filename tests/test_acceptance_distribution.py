@@ -62,7 +62,7 @@ def enumerate_round(models: TinyModels, prune: Pruning, rule: str) -> np.ndarray
     size = first.size
     draft_probs = np.stack([np.broadcast_to(q1, (size, 3)), q2[first]], axis=1) / 4
     target_probs = np.stack([np.broadcast_to(p1, (size, 3)), p2[first], p3[first, second]], axis=1) / 4
-    frontier = Frontier.whole(np.stack([first, second], axis=1), np.full(size, 2), draft_probs)
+    frontier = Frontier(np.stack([first, second], axis=1), np.full(size, 2), draft_probs=draft_probs)
     accept_uniforms = np.stack([COINS[coin1], COINS[coin2], COINS[coin2]], axis=1).ravel()
     num_kept = prune(first, second)
     kept = np.flatnonzero(np.arange(3) < num_kept[:, None])

@@ -29,7 +29,7 @@ class Frontier:
 
     drafted: np.ndarray  # [B, K] int64, K = max(num_drafted)
     num_drafted: np.ndarray  # [B] int64
-    num_rows: np.ndarray  # [B] int64, in [1, num_drafted + 1]
+    num_rows: np.ndarray = None  # type: ignore[assignment]  # [B] int64, in [1, num_drafted + 1], the default
     margins: np.ndarray | None = None  # [B, K] float32, the lead over the draft's second choice, in logits
     candidates: np.ndarray | None = None  # [B, K, C] int64, the draft's C best tokens, drafted[b, k] first
     # [B, K', V] float32, the distributions that tokens were drawn from; rejection sampling only. Columns past K' <= K
@@ -38,19 +38,15 @@ class Frontier:
     sources: np.ndarray = None  # type: ignore[assignment]  # [B] int64; default: all MAIN
 
     def __post_init__(self) -> None:
+        if self.num_rows is None:
+            self.num_rows = self.num_drafted + 1
         if self.sources is None:
             self.sources = np.zeros(self.num_drafted.shape, np.int64)
 
     @classmethod
     def empty(cls, num_sequences: int) -> Frontier:
         """Returns a frontier without draft tokens, whose verification is plain decoding."""
-        zeros = np.zeros(num_sequences, np.int64)
-        return cls(np.zeros((num_sequences, 0), np.int64), zeros, zeros + 1)
-
-    @classmethod
-    def whole(cls, drafted: np.ndarray, num_drafted: np.ndarray, draft_probs: np.ndarray | None = None) -> Frontier:
-        """Returns a frontier in which every draft token and the bonus token have a row."""
-        return cls(drafted, num_drafted, num_drafted + 1, draft_probs=draft_probs)
+        return cls(np.zeros((num_sequences, 0), np.int64), np.zeros(num_sequences, np.int64))
 
     def take(self, index: np.ndarray) -> Frontier:
         """Returns the chains of sequences `index` [n], in that order."""

@@ -55,10 +55,6 @@ class KvPool:
         """Returns a view of a layer's values, in the shape of its keys."""
         return self.storage[layer, 1]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.storage.nbytes + sum(array.nbytes for array in self.features.values())
-
     @staticmethod
     def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str = "fp32") -> int:
         """Returns the bytes of one block: keys, values and features of all layers."""

@@ -178,9 +178,6 @@ class LlvmRunner:
     def store_adapter(self, matrices: AdapterMatrices) -> StoredAdapter:
         return StoredAdapter(matrices, self.spec.num_layers)
 
-    def check_integrity(self) -> None:
-        self.pool.check_integrity()
-
     def close(self) -> None:
         """Ends the helper threads; the runner cannot be used afterwards. May be called again."""
         for helper in self._helpers:

@@ -83,10 +83,6 @@ class CudaKvPool:
             self.logits = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self.storage.device)
         return self.logits[:num_rows]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.storage.nbytes + self.features.nbytes
-
     @staticmethod
     def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str) -> int:
         """Returns the bytes of one block: keys, values and features of all layers."""

@@ -203,9 +203,6 @@ class CudaRunner:
         """Registers `clear`, which frees graphs of prepared calls: they must not outlive a share's stream."""
         self._clearing.append(clear)
 
-    def check_integrity(self) -> None:
-        self.pool.check_integrity()
-
     def close(self) -> None:
         """Waits for the device, then frees graphs and buffers; the runner cannot be used afterwards."""
         if self._device.type == "cuda":

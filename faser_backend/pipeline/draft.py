@@ -215,4 +215,4 @@ class Chain:
             drafted = np.take_along_axis(self._tokens, np.minimum(columns, self._tokens.shape[1] - 1), axis=1)
         candidates = None if self._candidates is None else self._candidates[:, :width]
         probs = None if self._probs is None else self._probs[:, :width]
-        return Frontier(drafted, counts, counts + 1, self._margins[:, :width], candidates, probs)
+        return Frontier(drafted, counts, margins=self._margins[:, :width], candidates=candidates, draft_probs=probs)

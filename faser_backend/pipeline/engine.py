@@ -66,7 +66,6 @@ class EngineMetrics:
     num_paused: int = 0  # waiting after a preemption
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or evictable
-    num_cached_blocks: int = 0
     num_reused_blocks: int = 0
     kv_block_size: int = 0
     num_steps: int = 0
@@ -277,7 +276,6 @@ class Engine:
         metrics.max_num_seqs = self._scheduler.max_num_seqs
         metrics.num_blocks = blocks.num_blocks
         metrics.num_free_blocks = blocks.num_free_blocks
-        metrics.num_cached_blocks = blocks.num_cached_blocks
         metrics.kv_block_size = blocks.block_size
         metrics.num_graphs = self._ports.graph_counts.num_graphs
         metrics.num_failed_captures = self._ports.graph_counts.num_failed_captures

@@ -52,7 +52,7 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
     drafted = np.zeros((counts.size, counts.max(initial=0)), np.int64)
     for row, chain in enumerate(chains):
         drafted[row, : chain.size] = chain
-    frontier = Frontier(drafted, counts, counts + 1, sources=np.full(counts.size, CLIENT))
+    frontier = Frontier(drafted, counts, sources=np.full(counts.size, CLIENT))
     return join(in_flight, InFlight(entering, frontier))
 
 

@@ -141,7 +141,8 @@ class NgramProposer:
         margins = _MARGINS[np.minimum(agree_before, _MARGINS.size) - 1]
         probs = self._one_hot(drafted, num_drafted) if self._keeps_probs else None
         self.times.lap("draft_lookup")
-        return Frontier(drafted, num_drafted, num_drafted + 1, margins, draft_probs=probs, sources=np.full(size, NGRAM))
+        sources = np.full(size, NGRAM)
+        return Frontier(drafted, num_drafted, margins=margins, draft_probs=probs, sources=sources)
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         self.times.start()

@@ -54,7 +54,7 @@ def logits_of(directory: Path) -> np.ndarray:
     for start in range(0, LENGTH, 7):
         rows = make_rows(SEQUENCES, [start] * 2, [min(7, LENGTH - start)] * 2, TABLES)
         parts.append(run_all(runner, rows))
-    runner.check_integrity()
+    runner.pool.check_integrity()
     return np.concatenate(parts)
 
 
@@ -63,7 +63,7 @@ def test_a_runtime_opens_pools_of_half_the_bytes(engines: dict[str, Path]):
     for model in models.present:
         assert 2 * half.bytes_per_block(model.spec) == full.bytes_per_block(model.spec)
         pool = half.open_pool(model, 5)
-        assert pool.storage.dtype == np.float16 and pool.num_bytes == 5 * half.bytes_per_block(model.spec)
+        assert pool.storage.dtype == np.float16 and pool.storage.nbytes == 5 * half.bytes_per_block(model.spec)
         half.fill_pool(pool, np.full(model.spec.head_dim, 0.1, np.float32))
         assert pool.storage.min() == pool.storage.max() == np.float16(0.1)
 
@@ -74,7 +74,8 @@ def test_what_a_draft_head_reads_stays_float32(engines: dict[str, Path]):
     head_spec = replace(spec, feature_layers=(0, 1, 2))
     pool = runtime.open_pool(replace(models.target, spec=head_spec), 5)
     assert {array.dtype for array in pool.features.values()} == {np.dtype(np.float32)}
-    assert pool.num_bytes == 5 * runtime.bytes_per_block(head_spec)
+    num_bytes = pool.storage.nbytes + sum(array.nbytes for array in pool.features.values())
+    assert num_bytes == 5 * runtime.bytes_per_block(head_spec)
     more_bytes = runtime.bytes_per_block(head_spec) - runtime.bytes_per_block(spec)
     assert more_bytes == 3 * spec.hidden_size * BLOCK_SIZE * 4
 
@@ -96,10 +97,10 @@ def test_a_cpu_that_cannot_convert_halves_is_told_what_to_do(engines: dict[str, 
 
 def test_integrity_notices_a_half_that_is_not_finite(engines: dict[str, Path]):
     runner = open_target(engines["fp16"])
-    runner.check_integrity()
+    runner.pool.check_integrity()
     runner.pool.keys(2)[1, 3, 2, 1] = np.inf
     with pytest.raises(AssertionError, match="finite"):
-        runner.check_integrity()
+        runner.pool.check_integrity()
 
 
 def test_logits_are_near_those_of_float32(engines: dict[str, Path]):

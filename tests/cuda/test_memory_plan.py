@@ -136,7 +136,8 @@ def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
     assert [len(calls) for calls in runners.head._calls] == [19, 30]
     options = {"dtype": "fp32", "kv_block_size": BLOCK_SIZE, "num_partitions": 1}
     plan = planned(models, **options)
-    pools = runners.target.pool.num_bytes + runners.head.pool.storage.nbytes
+    target = runners.target.pool
+    pools = target.storage.nbytes + target.features.nbytes + runners.head.pool.storage.nbytes
     assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools
     assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
     captured = captured_bytes(runners.target) + captured_bytes(runners.head)
@@ -185,7 +186,7 @@ def test_doctor_prints_what_an_engine_of_a_cpu_takes(tmp_path: Path, run, cache:
     pools = [KvPool(model.spec, 40, 4, dtype=cache) for model in (built.target, built.draft)]
     for name, pool in zip(("target", "draft"), pools, strict=True):
         assert f"weights of the {name}, mapped" in out
-        assert f" {pool.num_bytes // 160} bytes of a token in the {name}'s cache ({cache})" in out
-    assert re.search(rf"{sum(pool.num_bytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
+        assert f" {pool.storage.nbytes // 160} bytes of a token in the {name}'s cache ({cache})" in out
+    assert re.search(rf"{sum(pool.storage.nbytes for pool in pools) / 2**20:.1f} MiB  40 KV blocks", out)
     with pytest.raises(ConfigError, match="num_kv_blocks = 3: one context of 64 tokens needs at least 16 blocks of 4"):
         memory_report(engine, config=EngineConfig(num_kv_blocks=3))

@@ -130,7 +130,7 @@ class TestOnTheCpu:
         runtime = CudaRuntime(CPU, TorchPrograms(no_weights), models, BLOCK_SIZE, dtype="bf16", shares=None)
         pool = runtime.open_pool(models.target, 3)
         assert pool.storage.dtype == torch.bfloat16
-        assert pool.num_bytes == 4 * runtime.bytes_per_block(models.target.spec)
+        assert pool.storage.nbytes == 4 * runtime.bytes_per_block(models.target.spec)
         runtime.fill_pool(pool, np.arange(models.target.spec.head_dim, dtype=np.float32))
         assert pool.storage[0, 1, 0, 2, 1].tolist() == list(range(models.target.spec.head_dim))
 

@@ -133,4 +133,4 @@ def test_wrong_use_is_refused(built: tuple[ModelEngine, Path], runner: CudaRunne
         CudaKvPool(built[0].spec, 10**12, BLOCK_SIZE, dtype="bf16", device=CPU)
     runner.pool.storage[1, 0, 0, 3, 2, 1] = float("nan")
     with pytest.raises(AssertionError, match="layer 1"):
-        runner.check_integrity()
+        runner.pool.check_integrity()

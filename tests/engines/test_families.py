@@ -48,7 +48,7 @@ def test_logits_equal_those_of_transformers(
     assert len(manifest.target.segments) == len(exit_layers) + 1
     runner = open_runner(manifest, tmp_path / "engine")
     assert max(largest_error(runner, model, seed) for seed in range(2)) <= MAX_ERROR
-    runner.check_integrity()
+    runner.pool.check_integrity()
     runner.close()
 
 

@@ -32,7 +32,7 @@ class RaggedCase:
                     drafted[b, j] = self.sampled[self.cu_rows[b] + j]
         drafted *= np.arange(width) < self.num_drafted[:, None]
         draft_probs = rng.dirichlet(np.ones(self.vocab_size), (num_sequences, width))
-        self.frontier = Frontier.whole(drafted, self.num_drafted, draft_probs.astype(np.float32))
+        self.frontier = Frontier(drafted, self.num_drafted, draft_probs=draft_probs.astype(np.float32))
         self.target_probs = rng.dirichlet(np.ones(self.vocab_size), self.num_rows).astype(np.float32)
         self.accept_uniforms, self.sample_uniforms = rng.random((2, self.num_rows))
 
@@ -107,7 +107,7 @@ def test_rejection_follows_the_rule(seed: int) -> None:
 
 
 def test_a_chain_without_its_last_rows_emits_what_the_others_test() -> None:
-    frontier = Frontier.whole(np.array([[1, 2, 3]]), np.array([3]))
+    frontier = Frontier(np.array([[1, 2, 3]]), np.array([3]))
     whole = accept_matches(frontier, np.array([1, 2, 3, 4]), np.array([0, 4]))
     pruned = accept_matches(frontier, np.array([1, 2]), np.array([0, 2]))
     assert (whole.tokens.tolist(), whole.num_accepted.tolist()) == ([[1, 2, 3, 4]], [3])
@@ -115,12 +115,12 @@ def test_a_chain_without_its_last_rows_emits_what_the_others_test() -> None:
 
 
 def test_rejection_without_drafts_needs_no_draft_probabilities() -> None:
-    frontier = Frontier.whole(np.zeros((2, 0), np.int64), np.zeros(2, np.int64))
+    frontier = Frontier(np.zeros((2, 0), np.int64), np.zeros(2, np.int64))
     result = accept_by_rejection(frontier, np.eye(2, dtype=np.float32), np.arange(3), np.full(2, 0.5), np.full(2, 0.5))
     assert result.tokens.tolist() == [[0], [1]]
     with pytest.raises(ValueError, match="draft_probs = None"):
         accept_by_rejection(
-            Frontier.whole(np.zeros((1, 1), np.int64), np.array([1])),
+            Frontier(np.zeros((1, 1), np.int64), np.array([1])),
             np.eye(2),
             np.array([0, 2]),
             np.ones(2),

@@ -92,7 +92,7 @@ def accepted(counts: list[int]) -> Acceptance:
 
 def test_chains_survive_only_behind_whole_acceptance():
     a, b, c, d = sequences(4)
-    verified = Frontier.whole(np.zeros((3, 2), np.int64), np.array([2, 2, 1]))
+    verified = Frontier(np.zeros((3, 2), np.int64), np.array([2, 2, 1]))
     ahead = InFlight([d, b, a, c], random_frontier(np.random.default_rng(2), 4, shortest=1))
     held = surviving(ahead, [a, b, c], verified, accepted([2, 1, 1]))
     assert held.sequences == [d, a, c]  # d was not verified: its chain follows committed tokens
@@ -126,7 +126,7 @@ def test_running_ahead_follows_the_last_test():
 
 def clients(rng: np.random.Generator, counts: list[int]) -> Frontier:
     drafted = rng.integers(9, size=(len(counts), max(counts)))
-    return replace(Frontier.whole(drafted, np.array(counts)), sources=np.full(len(counts), CLIENT))
+    return replace(Frontier(drafted, np.array(counts)), sources=np.full(len(counts), CLIENT))
 
 
 @pytest.mark.parametrize("is_first", [False, True])

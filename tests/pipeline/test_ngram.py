@@ -82,7 +82,7 @@ def test_frontier_of_a_batch():
     """A match, nothing wanted, no match, a chain in flight."""
     texts = [[1, 2, 3, 1, 2], [1, 1], [1, 2, 3], [4, 5, 6, 7]]
     sequences = [sequence_of(text, slot) for slot, text in enumerate(texts)]
-    behind = Frontier.whole(np.array([[0, 0], [0, 0], [0, 0], [4, 5]]), np.array([0, 0, 0, 2]))
+    behind = Frontier(np.array([[0, 0], [0, 0], [0, 0], [4, 5]]), np.array([0, 0, 0, 2]))
     frontier = proposed(new_proposer(keeps_probs=True), sequences, [3, 0, 5, 2], behind)
     assert frontier.num_drafted.tolist() == [3, 0, 0, 2] and frontier.num_rows.tolist() == [4, 1, 1, 3]
     assert frontier.drafted[0].tolist() == [3, 1, 2] and frontier.drafted[3, :2].tolist() == [6, 7]

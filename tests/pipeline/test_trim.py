@@ -83,7 +83,7 @@ def test_extremes_and_what_was_not_drafted():
     assert admitted_of(ADMITS_ALL, frontier).tolist() == (frontier.num_drafted + 1).tolist()
     assert priced(ADMITS_ALL, frontier).tolist() == (frontier.num_drafted + 1).tolist()
     assert admitted_of(ADMITS_NOTHING, frontier).tolist() == [1, 1, 1, 1]
-    for without in (Frontier.empty(3), Frontier.whole(np.zeros((2, 2), np.int64), np.array([2, 1]))):
+    for without in (Frontier.empty(3), Frontier(np.zeros((2, 2), np.int64), np.array([2, 1]))):
         assert admitted_of(ADMITS_NOTHING, without) is without.num_rows
         assert priced(ADMITS_NOTHING, without) is without.num_rows
 
@@ -96,7 +96,7 @@ STEPPED = rule([0.4, 0.95], [1.0, 1.65, 1.65, 1.65], price=1.0)
 def test_the_best_set_looks_ahead():
     """Row 1 of one and the same first token lives or dies with draft token 2: N is no stopping time."""
     for second, rows in ((1.0, 3), (0.0, 1)):
-        frontier = Frontier.whole(np.zeros((1, 2), np.int64), np.array([2]))
+        frontier = Frontier(np.zeros((1, 2), np.int64), np.array([2]))
         frontier.margins = np.array([[0.0, second]], np.float32)
         assert admitted_of(STEPPED, frontier).tolist() == [rows]
 

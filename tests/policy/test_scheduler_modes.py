@@ -66,7 +66,7 @@ def carry_out(sched: Scheduler, plan: StepPlan, accepts: int = 2) -> InFlight:
     if not flying:
         return InFlight.empty()
     counts = np.array(list(flying.values()))
-    return InFlight(list(flying), Frontier.whole(np.zeros((counts.size, int(counts.max())), np.int64), counts))
+    return InFlight(list(flying), Frontier(np.zeros((counts.size, int(counts.max())), np.int64), counts))
 
 
 @pytest.mark.parametrize("mode", [RUN_AHEAD, PING_PONG])
