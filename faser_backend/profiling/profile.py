@@ -211,8 +211,8 @@ class _Profiler:
         _report("measuring the engine's speed", 0.0)
         seconds = self._estimate_s(effort)
         work = share_within(seconds, budget_s)
-        less = "" if work == 1.0 else f", of which {work:.0%} is done"
-        log.info(f"time: about {max(seconds, 1.0):.0f} s{less}")
+        less = "" if work == 1.0 else f" for {work:.0%} of a profile's calls"
+        log.info(f"time: about {max(seconds * work, 1.0):.0f} s{less}")
         effort = effort.scaled(work)
         # Calibration is first: a machine that warms up does not affect it, and it finds bad options early.
         _report("calibration", 0.0)

@@ -39,7 +39,7 @@ def call_table(costs: CostModel) -> Table:
     for model, partition in costs.segments:
         examples = costs.call_us(model, partition, np.array([1, 80]), np.array([1, 16]), 128)
         rows.append([model, partition, *(f"{us:.0f}" for us in examples)])
-    title = "Predicted times of model calls at context 128"
+    title = "Predicted call times, context 128"
     return terminal_table(title, ["model", "cores", "1 row, us", "16 x 5 rows, us"], rows)
 
 

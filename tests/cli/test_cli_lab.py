@@ -152,7 +152,7 @@ def test_a_profile_within_a_budget_says_what_it_does(options: BenchOptions, tmp_
     directory = Path(shutil.copytree(options.engine_dir, tmp_path / "engine"))
     run_profile(directory, is_quick=True, budget_s=0.01)
     told = capsys.readouterr().err
-    assert re.search(r"time: about \d+ s, of which 10% is done\n", told)
+    assert re.search(r"time: about \d+ s for 10% of a profile.s calls\n", told)
     assert re.search(r"^ +[\d.]+ s +\d+%  target on whole$", told, re.MULTILINE)
     assert load_profile(directory, EngineManifest.load(directory)).costs
     with pytest.raises(ConfigError, match="--budget-s = 0: must be above 0"):
