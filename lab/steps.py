@@ -7,7 +7,6 @@ so an unverified draft token would have been accepted iff the answer holds it at
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -43,17 +42,11 @@ class StepLog:
         self.records.append(replace(record, verification=replace(record.verification, logits=None)))
 
 
-class Lost(NamedTuple):
-    """Counts of unverified draft tokens that would have been accepted, by reason."""
+def count_lost(records: list[StepRecord]) -> tuple[int, int]:
+    """Returns how many unverified draft tokens would have been accepted: lost to trim, and to exits.
 
-    to_trim: int
-    to_exit: int
-
-
-def count_lost(records: list[StepRecord]) -> Lost:
-    """Compares dropped tokens with the answers' tokens at their positions. All answers must be complete.
-
-    A dropped token counts only if everything before it in its chain was accepted, or would have been.
+    Compares them with the answers, which must be complete. A dropped token counts only if everything before it in its
+    chain was accepted, or would have been.
     """
     to_trim = to_exit = 0
     for record in records:
@@ -68,7 +61,7 @@ def count_lost(records: list[StepRecord]) -> Lost:
             pruned = min(run, max(0, int(frontier.num_rows[row]) - kept))
             to_exit += pruned
             to_trim += run - pruned
-    return Lost(to_trim, to_exit)
+    return to_trim, to_exit
 
 
 def figures(log: StepLog, num_layers: int) -> dict[str, float]:
@@ -82,7 +75,7 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
     emitted = np.concatenate([acceptance.num_emitted for acceptance in acceptances])
     drafts = [(set(record.plan.drafts), record.plan.decodes) for record in records]
     ahead = np.array([sequence in drafting for drafting, decodes in drafts for sequence in decodes], bool)
-    lost = count_lost(records)
+    lost_to_trim, lost_to_exit = count_lost(records)
     num_accepted = int(accepted.sum())
     full_rows = int(kept.sum())
     pruned_layers = sum(record.verification.num_row_layers for record in records) - full_rows * num_layers
@@ -106,9 +99,9 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
         "row_layers_rejected": (full_rows - int(emitted.sum())) * num_layers,
         "row_layers_pruned": pruned_layers,
         "row_layers_saved_by_exit": pruned_rows * num_layers - pruned_layers,
-        "lost_to_trim": lost.to_trim,
-        "lost_to_exit": lost.to_exit,
-        "retention": num_accepted / (num_accepted + sum(lost)) if num_accepted else 1.0,
+        "lost_to_trim": lost_to_trim,
+        "lost_to_exit": lost_to_exit,
+        "retention": num_accepted / (num_accepted + lost_to_trim + lost_to_exit) if num_accepted else 1.0,
         "chains_ahead": int(ahead.sum()),
         "chains_ahead_discarded": int((ahead & (accepted < drafted)).sum()),
         **modes,

@@ -50,7 +50,7 @@ else
   ask=()
 fi
 say "ready after $((SECONDS))s: gRPC on 127.0.0.1:$GRPC_PORT, HTTP on 127.0.0.1:$HTTP_PORT"
-"$VENV/bin/python" scripts/demo_client.py --url "127.0.0.1:$GRPC_PORT" ${ask[@]+"${ask[@]}"}
+"$VENV/bin/python" scripts/demo_client.py --url "http://127.0.0.1:$HTTP_PORT" ${ask[@]+"${ask[@]}"}
 say "shutting the server down"
 stop_server
 say "done in $(awk "BEGIN {printf \"%.1f\", $SECONDS / 60}") minutes"

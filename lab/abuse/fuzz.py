@@ -143,7 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
     parser.add_argument("--cases", type=int, default=10_000, help="Send this many, a quarter per contract and mode.")
     parser.add_argument("--only", type=int, help="Send only this case of the seed.")
-    parser.add_argument("--serve-options", default="--num-threads 1", help="Pass these options to `faser serve`.")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
     if args.cases < 1:
@@ -155,8 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def make(number: int, contract: str = contract) -> Case:
             return make_case(args.seed, number, contract)
 
-        options = [*args.serve_options.split(), mode, "--contract", contract]
-        with serving(*options) as served:
+        with serving("--num-threads", 1, mode, "--contract", contract) as served:
             outcomes.append(fuzz(served, contract, make, numbers, f"{contract} {mode}"))
     status = report([outcome.row() for outcome in outcomes], [line for outcome in outcomes for line in outcome.broken])
     for outcome in outcomes:
