@@ -1,5 +1,4 @@
-"""Malformed inputs: requests over gRPC and HTTP, each reproducible from a seed and its number, and hostile JSON
-schemas.
+"""Malformed requests over gRPC and HTTP, each reproducible from a seed and its number.
 
 A case is a valid request in which declared tensors get bad values, or nodes of the message change their type. Two
 inputs are left out that end Triton 2.51's HTTP frontend: 200,000 nested brackets, and 600,000 chunks of one byte.
@@ -60,32 +59,6 @@ EXTRAS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 Generator = np.random.Generator
-
-
-def _chain(key: str) -> dict[str, Any]:
-    """Returns a schema in which each object must hold another one: no finite text satisfies it."""
-    node = {"type": "object", "properties": {key: {"$ref": "#/$defs/n"}}, "required": [key]}
-    return {"$ref": "#/$defs/n", "$defs": {"n": node}}
-
-
-def _doubled(depth: int) -> dict[str, Any]:
-    """Returns a schema in which each object holds two: its text has 2 ** depth strings."""
-    rules: dict[str, Any] = {f"d{depth}": {"type": "string"}}
-    for level in range(depth):
-        ref = {"$ref": f"#/$defs/d{level + 1}"}
-        rules[f"d{level}"] = {"type": "object", "properties": {"a": ref, "b": ref}, "required": ["a", "b"]}
-    return {"$ref": "#/$defs/d0", "$defs": rules}
-
-
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "recursive": _chain("c"),
-    "wide": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}},
-    "doubled": _doubled(60),
-    "recursive later": {  # behind a choice, which no compiler checks
-        "type": "object", "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
-        "required": ["a", "n"], "$defs": _chain("c")["$defs"],
-    },
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

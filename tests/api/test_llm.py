@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 import faser_backend
 from faser_backend import LLM, ConfigError, FaserError, GuidedDecodingParams, RequestError, SamplingParams
-from faser_backend.lab.abuse.cases import SCHEMAS
+from tests.text.test_structured_output import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["def f(x):", "the quick", "Größe 東京", "x"]

@@ -16,7 +16,6 @@ from faser_backend.core.grammar import GUIDE, Grammar
 from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.cpu.logit_rules import GrammarRule
 from faser_backend.engines.build import build_engines
-from faser_backend.lab.abuse.cases import SCHEMAS
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.engine_loop import EngineLoop
@@ -229,6 +228,27 @@ def test_any_json_and_tagged_text_can_be_asked_for(built: Built) -> None:
     assert tagged.allowed(encode("hello <f=a>[")) is None
 
 
+# An object that must hold another one: no finite text satisfies it. And objects that hold two: 2 ** 60 strings.
+ENDLESS = {"n": {"type": "object", "properties": {"c": {"$ref": "#/$defs/n"}}, "required": ["c"]}}
+DOUBLED = {
+    f"d{level}": {
+        "type": "object",
+        "properties": {key: {"$ref": f"#/$defs/d{level + 1}"} for key in "ab"},
+        "required": ["a", "b"],
+    }
+    for level in range(60)
+}
+SCHEMAS = {
+    "recursive": {"$ref": "#/$defs/n", "$defs": ENDLESS},
+    "wide": {"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(5000)}},
+    "doubled": {"$ref": "#/$defs/d0", "$defs": DOUBLED | {"d60": {"type": "string"}}},
+    "recursive later": {  # behind a choice, which no compiler checks
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "n": {"$ref": "#/$defs/n"}},
+        "required": ["a", "n"],
+        "$defs": ENDLESS,
+    },
+}
 FATES = {"recursive": "refused", "wide": "refused", "doubled": "answered", "recursive later": "failed"}
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from faser_backend.lab.abuse.cases import CONTRACTS, SCHEMAS, Case, make_case
+from faser_backend.lab.abuse.cases import CONTRACTS, Case, make_case
 from faser_backend.lab.abuse.clients import Reply, judge, make_request
 from faser_backend.lab.abuse.faults import Outcome, kill_process
 from faser_backend.lab.abuse.fuzz import fuzz
 from faser_backend.lab.abuse.served import Served, Usage, serving
 from faser_backend.lab.abuse.soak import EVERYTHING, SERVE_OPTIONS, Sample, Soak, growth, sample, soak
+from tests.text.test_structured_output import SCHEMAS
 
 SOAK_S, NUM_CASES = 4.0, 50  # of the latter for each contract
 FULL = "Exceeds maximum queue size. Maximum queue size of 8 requests is reached; retry later"
