@@ -244,14 +244,6 @@ def test_one_fetch_per_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fetches == [1 + has_rules] * 2
 
 
-@pytest.mark.parametrize("num_candidates", [-1, 65])
-def test_numbers_of_candidates_out_of_range_are_refused(num_candidates: int) -> None:
-    _, device = both(1)
-    device.add(0, Sampling(), np.array([1]), 1, ())
-    with pytest.raises(ValueError, match=rf"num_candidates = {num_candidates}: must be in \[0, 64\]"):
-        device.sample_draft(torch.zeros((1, 64)), one_row_each(np.array([0])), num_candidates)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows(kind: str) -> None:
     _, device = both(1)

@@ -7,7 +7,6 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.checks import compare
-from tests.support.serving_pair import build_pair
 
 
 def test_names_say_who_drafts() -> None:
@@ -36,10 +35,9 @@ def compared(tmp_path: Path, prompts: Path, *words: str) -> list[dict]:
 
 
 def test_contestants_take_turns_over_the_same_prompts(
-    tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
+    engine_dir: Path, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ["none", "fixed:3", "fixed:2 (ngram)", "faser (model+ngram)"]
-    engine_dir = build_pair(tmp_path / "pair")
     rows = compared(tmp_path, prompts, str(engine_dir), "--clients", "1,2", "--policies", ",".join(names))
     assert [(row["num_clients"], row["policy"]) for row in rows] == [(n, name) for n in (1, 2) for name in names]
     assert all(row["num_different"] == 0 for row in rows)
@@ -49,10 +47,12 @@ def test_contestants_take_turns_over_the_same_prompts(
     assert all((tmp_path / f"found_{shade}.png").stat().st_size > 1000 for shade in compare.SHADES)
 
 
-def test_an_engine_is_compared_in_process_and_behind_a_server(tmp_path: Path, prompts: Path) -> None:
-    one, other = build_pair(tmp_path / "pair"), tmp_path / "other"
-    words = [str(one), "--places", "process,triton", "--clients", "2", "--policies", "fixed:2"]
+def test_an_engine_is_compared_in_process_and_behind_a_server(engine_dir: Path, tmp_path: Path, prompts: Path) -> None:
+    words = [str(engine_dir), "--places", "process,triton", "--clients", "2", "--policies", "fixed:2"]
     rows = compared(tmp_path, prompts, *words)
     assert [(row["place"], row["policy"]) for row in rows] == [("process", "fixed:2"), ("Triton", "fixed:2")]
     assert all(row["num_different"] == 0 and row["mean_accepted"] > 0 for row in rows)
-    assert list(compare.contestants([one, other], ["none"])) == [f"{one.name} none", "other none"]
+    assert list(compare.contestants([engine_dir, tmp_path / "other"], ["none"])) == [
+        f"{engine_dir.name} none",
+        "other none",
+    ]

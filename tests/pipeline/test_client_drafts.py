@@ -7,7 +7,7 @@ import pytest
 
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.core.record import StepRecord
-from faser_backend.core.request import FinishReason, Request, Sampling
+from faser_backend.core.request import Request, Sampling
 from faser_backend.pipeline.acceptance import accept_by_rejection
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.registry import parse_policy
@@ -68,16 +68,6 @@ def test_where_there_is_no_room_guesses_are_ignored(options: dict[str, int]):
     assert result.tokens == alone([r])
     stats = result.final["r"].stats
     assert stats is not None and stats.num_drafted == 0
-
-
-def test_a_stop_within_the_guess_ends_the_request():
-    r = request("r", [1, 2, 3], 20)
-    answer = alone([r])["r"]
-    stop = answer[6]
-    expected = answer[: answer.index(stop) + 1]
-    engine, _ = fake_engine("none")
-    result = drive(engine, [replace(r, draft_ids=tuple(answer), end_ids=(stop,))])
-    assert result.tokens["r"] == expected and result.final["r"].finish_reason is FinishReason.END_ID
 
 
 def test_compiled_engines_get_no_more_rows_than_they_take():
@@ -177,12 +167,6 @@ def learn(policy: str, change: Change | None = None) -> FakeEngine:
     return fake
 
 
-def inner_policy(fake: FakeEngine):
-    policy = fake.step_runner.scheduler.policy
-    assert isinstance(policy, Forced)
-    return policy.inner
-
-
 @pytest.mark.parametrize("name", ["faser", "gp-lcb"])
 def test_offsets_are_of_the_servers_draft_alone(name: str):
     """Its tokens are all accepted, so no request is harder than the traffic; `faser` learns from some steps alone."""
@@ -204,9 +188,9 @@ def test_a_record_that_tells_nobody_apart_fails_the_same_checks(monkeypatch: pyt
 
 def offsets_of(fake: FakeEngine) -> list[float]:
     """Offsets that the policy learned, one of each request."""
-    policy = inner_policy(fake)
-    assert isinstance(policy, ThroughputPolicy | GpLcb)
-    return [offset for offset, _ in policy._acceptance._requests.values()]
+    policy = fake.step_runner.scheduler.policy
+    assert isinstance(policy, Forced) and isinstance(policy.inner, ThroughputPolicy | GpLcb)
+    return [offset for offset, _ in policy.inner._acceptance._requests.values()]
 
 
 @pytest.mark.parametrize("name", ["faser", "gp-lcb"])

@@ -181,7 +181,7 @@ def test_a_stop_cuts_the_rows_with_the_tokens():
     stop = answer[6]
     engine, _ = fake_engine("none")
     (output,) = outputs_of(engine, [replace(r, draft_ids=tuple(answer), end_ids=(stop,))])["r"]
-    assert output.finish_reason is FinishReason.END_ID and len(output.token_ids) < 20
+    assert output.finish_reason is FinishReason.END_ID and output.token_ids == answer[: answer.index(stop) + 1]
     check_logits(r, [output], fake_logits)
     assert output.log_probs is not None and len(output.log_probs) == len(output.token_ids)
 

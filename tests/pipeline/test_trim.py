@@ -148,15 +148,6 @@ def test_drafting_on_is_its_definition(seed: int, size: int):
     ) == pytest.approx(nets[best])
 
 
-def test_a_rule_for_a_cohort_holds_for_more():
-    """Before two cohorts have formed, all sequences draft in one call under a rule that was priced for half."""
-    cohort = rule([0.5, 0.6], [1.0, 1.1, 1.2], price=1.0)
-    cohort = replace(cohort, draft_us=np.array([0.0, 0.01, 0.02]))
-    assert going(cohort, np.ones(5)).tolist() == [True] * 5
-    frontier = random_chains(np.random.default_rng(4), 6, 3)
-    assert (admitted_of(cohort, frontier) >= 1).all()
-
-
 def test_chances_hold_their_ends():
     chosen = rule([0.2, 0.6], [1.0, 1.0])
     assert chances(chosen, np.array([-5.0, 0.0, 9.0]), SLOTS[:3]).tolist() == pytest.approx([0.2, 0.2, 0.6])
@@ -218,6 +209,7 @@ def test_blocks_are_held_as_planned_not_as_drafted():
 
 
 def test_more_chains_than_a_rule_reckons_with_cost_what_its_last_count_does():
+    """Before two cohorts have formed, all sequences draft in one call under a rule that was priced for half."""
     rng = np.random.default_rng(5)
     chosen, frontier = random_rule(rng), random_chains(rng, 7, 3)
     head = chosen.draft_us[:3]
