@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.policy.registry import FILE, policy_usages
+from faser_backend.policy.registry import FILE, USAGES
 
 REFERENCE = "none"
 FIXED_REFERENCE = "fixed:4"  # a typical fixed length
@@ -109,15 +109,14 @@ def choose_contestants(
     No names: the ladder with its ablations. Otherwise the reference, then the named ones. A name is a policy's, or an
     ablation's as reports show it. Raises ConfigError for an unknown name.
     """
-    usages = policy_usages()
     if names is not None:
         ablations = {contestant.name: contestant for contestant in ABLATIONS}
         chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
-        unknown = [c.name for c in chosen if _kind(c.policy) not in {*usages, *ladder, FILE}]
+        unknown = [c.name for c in chosen if _kind(c.policy) not in {*USAGES, *ladder, FILE}]
         if unknown:
-            raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(usages.values())}")
+            raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(USAGES.values())}")
         return chosen, []
-    others = {kind: usage for kind, usage in usages.items() if kind not in map(_kind, ladder)}
+    others = {kind: usage for kind, usage in USAGES.items() if kind not in map(_kind, ladder)}
     known = [*ladder, *(kind for kind, usage in others.items() if ":" not in usage)]
     missing = [f"{usage}: takes an argument; name one with --policies" for usage in others.values() if ":" in usage]
     return [*map(Contestant, known), *ABLATIONS], missing

@@ -39,13 +39,10 @@ class ExitCalibration:
     trimmed_retention: float  # the same two of what trimming left
     trimmed_pruned_share: float
 
-    def refined(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
-        """Returns the chances [B, K], refined by exit_margins [B, K]."""
-        return sigmoid(self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins)
-
     def survival(self, chances: np.ndarray, exit_margins: np.ndarray) -> np.ndarray:
-        """Returns [B, K]: entry j - 1 is the predicted chance that draft tokens 1..j of a chain are all accepted."""
-        return np.cumprod(self.refined(chances, exit_margins), axis=1)
+        """Returns [B, K]: entry j - 1 is the chance that draft tokens 1..j of a chain are all accepted. [B, K] each."""
+        refined = sigmoid(self.bias + self.chance_weight * logits(chances) + self.margin_weight * exit_margins)
+        return np.cumprod(refined, axis=1)
 
     def pruned_share(self, num_draft_rows: float) -> float:
         """Returns the share of rows pruned from untrimmed chains of this mean length."""

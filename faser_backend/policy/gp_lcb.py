@@ -2,14 +2,10 @@
 
 The time of a step belongs to all its requests, so the bandit weighs whole assignments of lengths, by
     log time per token = log cost(B, lengths) + f(B, mean length) - log tokens(rates, lengths).
-cost is the cost model's prediction, f a Gaussian process of prior mean 0 (the model's error, as the engine shows
-it), tokens the sum of chain survivals under each request's acceptance rate (Leviathan 2211.17192, eq. 1).
-Time and tokens are learned apart: time does not depend on what is accepted, nor acceptance on the load; and
-a test's distribution is known (Bernoulli), so that counts do for it, while that of time is not, which is what a GP is
-for.
-
-The lower confidence bound is that of Srinivas et al. 0912.3995. The partition is always the whole device: its share is
-a constant, not an input.
+cost is the cost model's prediction, f its error, a Gaussian process of prior mean 0, and tokens the sum of chain
+survivals under each request's acceptance rate (Leviathan 2211.17192, eq. 1). Time does not depend on what is accepted,
+nor acceptance on the load, so the two are learned apart. The lower confidence bound is that of Srinivas et al.
+0912.3995. The partition is always the whole device.
 """
 
 from __future__ import annotations
@@ -48,17 +44,15 @@ MAX_RATE = 0.98
 
 
 class GridProcess:
-    """A Gaussian process on a grid that forgets: exact posterior, bounded memory, one small update per observation.
+    """A Gaussian process that forgets: the exact posterior of a function that is linear between G grid points.
 
-    The function is linear between G grid points, so its values there, jointly normal, are all there is to know: an
-    observation changes their mean and covariance by a rank-one step, and is never stored. Between observations the
-    function drifts, f' = sqrt(1 - e) f + sqrt(e) g with g a fresh draw of the prior (TV-GP-UCB, Bogunovic et al.
-    1601.06650): evidence of age t counts (1 - e)^(t/2), which is what a window that drops the oldest only imitates.
+    An observation changes mean and covariance of its values there by a rank-one step, and is not stored. Before each
+    the function drifts, f' = sqrt(1 - e) f + sqrt(e) g with g a fresh draw of the prior (TV-GP-UCB, Bogunovic et al.
+    1601.06650), so evidence of age t counts (1 - e)^(t/2).
     """
 
     def __init__(self, prior: np.ndarray, noise_std: float, drift: float) -> None:
-        """prior: covariance [G, G] before the first observation; the mean is 0. noise_std: of one observation. drift:
-        e above, per observation."""
+        """prior: covariance [G, G] before the first observation. noise_std: of one observation. drift: e above."""
         self.mean = np.zeros(prior.shape[0])  # [G]
         self.covariance = prior.copy()  # [G, G]
         self._noise_variance = noise_std**2

@@ -101,14 +101,8 @@ POLICIES: dict[str, Callable[[LoadKnowledge], SpeculationPolicy]] = {
     "gp-lcb": lambda load: GpLcb(load()),
     "faser": lambda load: ThroughputPolicy(load(), with_modes=True),
 }
-
-
-def policy_usages() -> dict[str, str]:
-    return {"none": "none", FIXED: f"{FIXED}:K"} | {name: name for name in POLICIES}
-
-
-def known_policies() -> str:
-    return ", ".join([*policy_usages().values(), f"{FILE}:PATH"])
+USAGES = {"none": "none", FIXED: f"{FIXED}:K"} | {name: name for name in POLICIES}
+KNOWN_POLICIES = ", ".join([*USAGES.values(), f"{FILE}:PATH"])
 
 
 def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
@@ -124,7 +118,7 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
             raise ConfigError(f"policy = {spec!r}: fixed:K needs an integer K in [1, {MAX_DRAFT_TOKENS}]")
         return FixedLength(int(argument))
     if name not in POLICIES:
-        raise ConfigError(f"policy = {spec!r}: unknown; known are {known_policies()}")
+        raise ConfigError(f"policy = {spec!r}: unknown; known are {KNOWN_POLICIES}")
     if argument:
         raise ConfigError(f"policy = {spec!r}: takes no argument")
     return POLICIES[name](load_knowledge)

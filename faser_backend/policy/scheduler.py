@@ -1,7 +1,8 @@
 """Continuous batching: which sequences are verified in the next step, which draft, which prefill.
 
 The scheduler owns the waiting queue, the running list and the request slots. It asks the policy for a decision and
-turns it into a `StepPlan`: decodes first, then admissions, then as many prompt tokens as running requests can wait for.
+turns it into a `StepPlan`: decodes, then admissions, then as many prompt tokens as running requests can wait for, short
+prompts first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._prompt_rows = float(min(FIRST_ROWS, self.max_prefill_tokens))
+        self._num_read = 0  # prompt tokens of all sequences since the start
+        self._due = [0] * self.max_num_seqs  # by slot: see _reading
         self._prefills_draft = False  # as last decided; until then the draft may turn out to rest
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
 
@@ -84,8 +87,13 @@ class Scheduler:
     def _num_prefilling(self) -> int:
         """Counts the sequences whose prompts will be read within PREFILL_HORIZON_STEPS."""
         most = PREFILL_HORIZON_STEPS * self._num_prompt_rows
-        missing = [num_tokens for sequence in self.running if (num_tokens := sequence.num_prefill_tokens)]
-        return sum(total <= most for total in accumulate(missing))
+        return sum(total <= most for total in accumulate(each.num_prefill_tokens for each in self._reading()))
+
+    def _reading(self) -> list[Sequence]:
+        """Returns the sequences whose prompts are read, in that order: short prompts first. A prompt of n tokens is due
+        once n tokens of any prompts were read after its admission, so later ones do not overtake it for ever."""
+        reading = [sequence for sequence in self.running if sequence.num_prefill_tokens]
+        return sorted(reading, key=lambda sequence: self._due[sequence.slot])
 
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
@@ -171,6 +179,7 @@ class Scheduler:
             sequence.slot = self._free_slots.pop()
             self.blocks.admit(sequence.slot, match, sequence.token_ids, sequence.num_tokens)
             sequence.target_len, sequence.draft_len = match.num_target_tokens, match.num_draft_tokens
+            self._due[sequence.slot] = self._num_read + sequence.num_prefill_tokens
             stats = sequence.stats
             stats.num_reused_tokens += match.num_target_tokens
             stats.num_reused_blocks += len(match.blocks)
@@ -198,15 +207,16 @@ class Scheduler:
 
     @property
     def _num_prompt_rows(self) -> int:
-        """Returns how many prompt tokens a step may read beside decodes: a KV block or more, so prompts advance."""
+        """How many prompt tokens a step may read beside decodes: a KV block or more, so prompts advance."""
         return int(self._prompt_rows) if self.max_gap_ms else self.max_prefill_tokens
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         budget = self._num_prompt_rows if plan.decodes or plan.drafts else self.max_prefill_tokens
-        for sequence in self.running:
+        for sequence in self._reading():
             if num_tokens := min(sequence.num_prefill_tokens, budget):
                 plan.prefills.append(PrefillChunk(sequence, sequence.target_len, num_tokens))
                 budget -= num_tokens
+                self._num_read += num_tokens
                 if num_tokens == sequence.num_prefill_tokens and not sequence.client_draft:  # its end gives a token
                     self._plan_decode(plan, sequence, 0, 0)
 

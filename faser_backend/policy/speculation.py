@@ -48,12 +48,10 @@ class SpeculationPolicy(Protocol):
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
     """Results of `faser profile` for an engine on this machine. Without a profile costs are guesses, the rest is empty.
-
-    margins: by kind of request (policy/calibration.KINDS).
     """
 
     costs: CostModel
-    margins: Mapping[str, MarginCounts] = field(default_factory=dict)
+    margins: Mapping[str, MarginCounts] = field(default_factory=dict)  # by kind of request, see calibration.KINDS
     exits: tuple[ExitCalibration, ...] = ()
 
     def on(self, partitions: tuple[str, ...]) -> Knowledge:

@@ -11,7 +11,7 @@ import typer
 from faser_backend.cli import options as cli_options
 from faser_backend.cli.main import COMMANDS, app
 from faser_backend.engines.build import build_engines
-from faser_backend.policy.registry import known_policies
+from faser_backend.policy.registry import KNOWN_POLICIES
 from faser_backend.serving.model_source import DEMO_PAIR
 from tests.support.serving_pair import write_pair
 
@@ -50,7 +50,7 @@ def test_a_draft_that_is_larger_than_its_target_is_warned_of(run, tmp_path: Path
 
 
 def test_help_says_of_policies_what_the_registry_does_and_does_without_numpy():
-    assert known_policies() == cli_options.POLICIES
+    assert KNOWN_POLICIES == cli_options.POLICIES
     code = "import sys, faser_backend.cli.main; print('numpy' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

@@ -71,7 +71,7 @@ def test_policies_are_told_the_truth_about_the_exit():
     knowledge = world.knowledge()
     assert set(knowledge.margins) == {"greedy", "sampled"}
     chances = np.interp(margins, *_curve(world.process, margins, is_match))
-    refined = exit_.refined(chances, exit_margins)
+    refined = exit_.survival(chances.reshape(-1, 1), exit_margins.reshape(-1, 1)).reshape(chances.shape)
     near = np.abs(refined - 0.7) < 0.05
     assert is_match[near].mean() == pytest.approx(0.7, abs=0.03)
     assert np.isfinite(logits(refined)).all()

@@ -111,6 +111,22 @@ def test_prefill_is_chunked_beside_decodes():
     assert second.is_ready
 
 
+def test_short_prompts_are_read_first_but_not_for_ever():
+    sched = scheduler(2_000, budget=16, context=4_000)
+    long, num_steps, first_steps = sequence("long", 101, 1), 0, []
+    sched.add(long)
+    while not long.is_ready:
+        num_steps += 1
+        if num_steps > 1:
+            sched.add(sequence(f"short {num_steps}", 9, 1))
+        plan = sched.schedule(InFlight.empty())
+        first_steps.append(plan.prefills[0].sequence is long)
+        run(plan, 0)
+        for ended in [each for each in sched.running if each.is_ready and each is not long]:
+            sched.remove(ended)
+    assert first_steps == [True] + 5 * [False] + 3 * [True], "alone it takes 7 steps"
+
+
 def test_a_draft_that_lags_is_caught_up_within_the_budget_before_it_drafts():
     sched = scheduler(budget=16)
     first, second = sequence("a", 36, 4), sequence("b", 12, 12)

@@ -10,14 +10,14 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.policy.registry import parse_policy, policy_usages
+from faser_backend.policy.registry import USAGES, parse_policy
 from faser_backend.policy.speculation import Knowledge
 from tests.support.fakes import SequentialLanes, ThreadLanes
 from tests.support.forcing import Change, Forced
 from tests.support.harness import SPLIT, VOCAB, Driven, FakeEngine, drive, guessed, open_fake
 
 LAYERS = (2, 2, 2)
-POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in policy_usages()]
+POLICIES = [{"fixed": "fixed:4"}.get(name, name) for name in USAGES]
 LANES: dict[str, Callable[[], Lanes]] = {
     "verify first": lambda: SequentialLanes(verifies_first=True),
     "propose first": lambda: SequentialLanes(verifies_first=False),
