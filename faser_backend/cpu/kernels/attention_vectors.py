@@ -9,7 +9,6 @@ through its terms one by one, so its bits do not depend on the pairs that are co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import reduce
 
 import numba
@@ -17,7 +16,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from faser_backend.cpu.kernels.vector_products import PAIRS as NUMBERS
+from faser_backend.cpu.kernels.vector_products import dot, join
 from faser_backend.cpu.kernels.vectors import (
     BYTES,
     FLOAT,
@@ -214,18 +213,6 @@ def spread(builder, x, kind):
     return splat(builder, x, LANES) if kind == VECTOR else x
 
 
-def join(builder, low, high, lanes: Sequence[int] = range(2 * LANES)):
-    """Rounds two vectors to bfloat16, nearest, ties to even, and returns these lanes of them, two to a float.
-
-    Denormal numbers become 0.
-    """
-    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(NUMBERS, [VECTOR, VECTOR]), name)
-    both = builder.call(function, [high, low])
-    both = builder.bitcast(both, ir.VectorType(ir.IntType(16), 2 * LANES))
-    return builder.bitcast(pick(builder, both, both, lanes), VECTOR)
-
-
 def add_products(builder, has_dots, starts, rows, count, values_of):
     """Returns starts[i][j] + the sum of rows[i][k] * values_of(k)[j], k = 0, 1, ... count - 1; of pairs with dots."""
     sums = [[cgutils.alloca_once_value(builder, start) for start in of_row] for of_row in starts]
@@ -236,13 +223,6 @@ def add_products(builder, has_dots, starts, rows, count, values_of):
             for total, value in zip(totals, values, strict=True):
                 builder.store((dot if has_dots else multiply_add)(builder, x, value, builder.load(total)), total)
     return [[builder.load(total) for total in totals] for totals in sums]
-
-
-def dot(builder, a, b, c):
-    """Returns c + the products of a's and b's pairs; see vector_products.dot."""
-    kind = ir.FunctionType(VECTOR, [VECTOR, NUMBERS, NUMBERS])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
-    return builder.call(function, [c, builder.bitcast(a, NUMBERS), builder.bitcast(b, NUMBERS)])
 
 
 def store_all(builder, values, rows, offsets):

@@ -55,6 +55,8 @@ TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for na
 GROUP_FLOATS = tuple(of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True))
 # Codes whose products VDPBF16PS computes; attention then multiplies so too.
 DOT_CODES = [i for i, of in enumerate(_VECTOR_CODE) if of is vector_products and vector_products.has_dots(_LAYOUTS[i])]
+# Blocks of a strip that are multiplied at once, see DOT_BLOCKS.
+SIDE_BY_SIDE = tuple(2 if of is matrix_units or i in DOT_CODES else 1 for i, of in enumerate(_VECTOR_CODE))
 i64 = types.int64
 
 
@@ -141,7 +143,9 @@ def multiply_rows(
     block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
     stored, results, work = weights.ctypes.data + offset, y.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
     num_tiles = -(-num_rows // tile_rows)
-    strip_blocks = max(STRIP_BYTES[code] // block_bytes if num_tiles > 1 else last_block - first_block, 1)
+    side = SIDE_BY_SIDE[code]
+    strip_blocks = STRIP_BYTES[code] // (side * block_bytes) * side if num_tiles > 1 else last_block - first_block
+    strip_blocks = max(strip_blocks, side)
     strip_bytes, spread = strip_blocks * block_bytes, min(num_tiles // 2, 2)
     for first in range(first_block, last_block, strip_blocks):
         for tile in range(num_tiles):

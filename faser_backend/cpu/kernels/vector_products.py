@@ -10,6 +10,8 @@ rows are packed to bfloat16, and a lane adds the product of a pair's odd input, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import ml_dtypes
 import numpy as np
 from llvmlite import binding, ir
@@ -30,6 +32,7 @@ from faser_backend.cpu.kernels.vectors import (
     add_halves,
     load,
     multiply_add,
+    pick,
     prefetch_line,
     splat,
     store,
@@ -54,6 +57,9 @@ SHORTS = ir.VectorType(SHORT, LANES)
 PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 UNROLLED = 4  # inputs, or pairs of them, of an inner loop's iteration; with more, sums no longer stay in registers
 PAIRS_OF_GROUP = GROUP_SIZE // 2
+# Blocks of a strip that dots multiply at once. They share the broadcasts of inputs, which else take as long as the
+# dots, and their sums hide the latency of dots.
+DOT_BLOCKS = 2
 BLOCKS_KINDS = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES, BYTES, INT64]
 STRIP_BYTES = 1 << 17  # see products
 AHEAD_BYTES = 4096  # distance of prefetches from a read
@@ -103,33 +109,41 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
     for rows in range(1, TILE_ROWS + 1):
         with builder.goto_block(function.append_basic_block()):
             choice.add_case(INT64(rows), builder.block)
-            tile = tile_function(module, layout, rows)
-            with cgutils.for_range_slice(builder, INT64(0), num_blocks, INT64(1), INT64) as (block, _):
-                column = builder.mul(block, INT64(LANES))
-                target, left = builder.gep(y, [column]), builder.sub(num_columns, column)
-                passed = builder.mul(block, block_bytes)
-                stored, asked = builder.gep(weights, [passed]), builder.gep(ahead, [builder.lshr(passed, spread)])
-                values = [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed, asked, spread]
-                builder.call(tile, values)
+            done = INT64(0)
+            for side in (DOT_BLOCKS, 1)[not has_dots(layout) :]:
+                tile = tile_function(module, layout, rows, side)
+                whole = num_blocks
+                if side > 1:  # only of a strip: memory is read best as one stream
+                    is_strip = builder.icmp_signed(">", spread, INT64(0))
+                    whole = builder.select(is_strip, builder.and_(num_blocks, INT64(-side)), INT64(0))
+                with cgutils.for_range_slice(builder, done, whole, INT64(side), INT64) as (block, _):
+                    column = builder.mul(block, INT64(LANES))
+                    target, left = builder.gep(y, [column]), builder.sub(num_columns, column)
+                    passed = builder.mul(block, block_bytes)
+                    stored, asked = builder.gep(weights, [passed]), builder.gep(ahead, [builder.lshr(passed, spread)])
+                    values = [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed, asked, spread]
+                    builder.call(tile, values)
+                done = whole
             builder.branch(end)
     builder.position_at_end(end)
     builder.ret_void()
     return function
 
 
-def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Function:
-    """Returns the function for y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ one block of weights.
+def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: int) -> ir.Function:
+    """Returns the function for y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ blocks of weights.
 
-    Parameters: y, its row stride, x, its row stride, the block, num_inputs, num_columns (more count as
-    LANES), adds, what prepare_rows made of x, ahead and spread. One block at a time reads memory as one stream; several
-    blocks side by side are slower.
+    Parameters: y, its row stride, x, its row stride, the blocks, num_inputs, num_columns (more count as all),
+    adds, what prepare_rows made of x, ahead and spread.
     """
     kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS, BYTES, INT64]
-    function, builder = new_function(module, f"row_tile_{layout.title}_{num_rows}", kinds)
+    function, builder = new_function(module, f"row_tile_{layout.title}_{num_rows}_{num_blocks}", kinds)
     if builder is None:
         return function
     y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, packed, ahead, spread = function.args
     num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    block_bytes = builder.mul(ceil_divide(builder, num_inputs, layout.unit_rows), INT64(layout.unit_bytes))
+    blocks = [builder.gep(block, [builder.mul(block_bytes, INT64(b))]) for b in range(num_blocks)]
     if has_dots(layout):
         # The rows' pairs are read by assembly, so that LLVM must not take them for unread.
         builder.asm(ir.FunctionType(VOID, []), "", "~{memory}", [], side_effect=True)
@@ -138,7 +152,7 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
     else:
         count, group_size = num_inputs, GROUP_SIZE
     rows = [builder.gep(x, [builder.mul(INT64(r), x_stride)]) for r in range(num_rows)]
-    totals = new_sums(builder, num_rows)
+    totals = new_sums(builder, num_blocks * num_rows)  # block by block
     if layout.num_scales:
         with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (index, _):
             first = builder.mul(index, INT64(group_size))
@@ -146,33 +160,46 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int) -> ir.Functi
             if not has_dots(layout):
                 size = least(builder, builder.sub(count, first), size)
             passed = builder.mul(index, INT64(layout.unit_bytes))
-            group, asked = builder.gep(block, [passed]), builder.gep(ahead, [builder.lshr(passed, spread)])
-            sums = new_sums(builder, num_rows)
+            groups = [builder.gep(block, [passed]) for block in blocks]
+            asked = builder.gep(ahead, [builder.lshr(builder.mul(passed, INT64(num_blocks)), spread)])
+            sums = new_sums(builder, num_blocks * num_rows)
             own = [builder.gep(row, [first]) for row in rows]
-            add_products(builder, layout, own, group, size, sums, asked, spread)
+            add_products(builder, layout, own, groups, size, sums, asked, spread)
             offsets = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
-            add_group(builder, layout, group, sums, packed, offsets, totals)
+            for b, group in enumerate(groups):
+                of_block = slice(b * num_rows, (b + 1) * num_rows)
+                add_group(builder, layout, group, sums[of_block], packed, offsets, totals[of_block])
     else:
-        add_products(builder, layout, rows, block, count, totals, ahead, spread)
-    for r, total in enumerate(totals):
-        put(builder, total, builder.gep(y, [builder.mul(INT64(r), y_stride)]), num_columns, adds)
+        add_products(builder, layout, rows, blocks, count, totals, ahead, spread)
+    for index, total in enumerate(totals):
+        block, r = divmod(index, num_rows)
+        column = INT64(block * LANES)
+        target = builder.gep(y, [builder.add(builder.mul(INT64(r), y_stride), column)])
+        put(builder, total, target, builder.sub(num_columns, column), adds)
     builder.ret_void()
     return function
 
 
-def add_products(builder, layout: Layout, rows, block, count, sums, ahead, spread) -> None:
-    """Emits sums[r] += rows[r][k] * block[k] for k = 0, 1, ... count - 1, fused; of pairs by dots."""
+def add_products(builder, layout: Layout, rows, blocks, count, sums, ahead, spread) -> None:
+    """Emits sums[b, r] += rows[r][k] * blocks[b][k] for k = 0, 1, ... count - 1, fused; of pairs by dots."""
     has_pairs = has_dots(layout)
-    step_bytes = layout.row_bytes * (1 + has_pairs)
+    step_bytes = layout.row_bytes * (1 + has_pairs) * len(blocks)
 
     def add(k, step):
-        weights = (pairs if has_pairs else numbers)(builder, layout, block, k, step)
-        for row, total in zip(rows, sums, strict=True):
-            if has_pairs:
-                builder.store(dot(builder, builder.load(total), row, k, step, weights), total)
-            else:
-                x = splat(builder, load(builder, row, builder.add(k, INT64(step)), FLOAT), LANES)
-                builder.store(multiply_add(builder, x, weights, builder.load(total)), total)
+        weights = [(pairs if has_pairs else numbers)(builder, layout, block, k, step) for block in blocks]
+        for r, row in enumerate(rows):
+            if len(blocks) > 1 or not has_pairs:
+                kind = INT32 if has_pairs else FLOAT
+                x = splat(builder, load(builder, row, builder.add(k, INT64(step)), kind), LANES)
+            for values, total in zip(weights, sums[r :: len(rows)], strict=True):
+                before = builder.load(total)
+                if not has_pairs:
+                    after = multiply_add(builder, x, values, before)
+                elif len(blocks) > 1:
+                    after = dot(builder, x, values, before)
+                else:
+                    after = dot_of_row(builder, before, row, k, step, values)
+                builder.store(after, total)
 
     whole = builder.and_(count, INT64(-UNROLLED))
     with cgutils.for_range_slice(builder, INT64(0), whole, INT64(UNROLLED), INT64) as (k, _):
@@ -185,12 +212,19 @@ def add_products(builder, layout: Layout, rows, block, count, sums, ahead, sprea
             add(k, 0)
 
 
-def dot(builder, sums, row, k, step: int, weights):
-    """Returns sums + row[k + step]'s odd number * the weights' odd ones + even * even, pairs of bfloat16.
+def dot(builder, x, weights, sums):
+    """Returns sums + x's odd numbers * the weights' odd ones + even * even, pairs of bfloat16.
 
-    Each product is added by a fused multiply-add. Denormal numbers count as 0, and become 0 in sums. This is assembly,
-    because LLVM has no pattern that reads the row within the instruction: a broadcast before it takes a quarter longer.
+    Each product is added by a fused multiply-add. Denormal numbers count as 0, and become 0 in sums.
     """
+    kind = ir.FunctionType(VECTOR, [VECTOR, PAIRS, PAIRS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return builder.call(function, [sums, builder.bitcast(x, PAIRS), builder.bitcast(weights, PAIRS)])
+
+
+def dot_of_row(builder, sums, row, k, step: int, weights):
+    """Returns `dot` of row[k + step], read by the instruction itself, for which LLVM has no pattern: a broadcast for
+    one vector of weights takes a quarter longer."""
     kind = ir.FunctionType(VECTOR, [VECTOR, FLOATS, INT64, INT32, INTEGERS])
     text = "vdpbf16ps ${4:c}($2,$3,4){1to16}, $5, $0"
     return builder.asm(kind, text, "=v,0,r,r,i,v", [sums, row, k, INT32(4 * step), weights], side_effect=False)
@@ -300,11 +334,10 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
         with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
             inputs = builder.gep(x, [builder.mul(row, x_stride)])
             own = builder.gep(target, [builder.mul(row, distance)])
-            num_halves = builder.mul(num_groups, INT64(2))
-            with cgutils.for_range_slice(builder, INT64(0), num_halves, INT64(1), INT64) as (half, _):
-                values = load_up_to(builder, inputs, builder.mul(half, INT64(LANES)), num_inputs)
-                address = builder.gep(own, [builder.mul(half, INT64(LANES // 2))])
-                store_bfloat16(builder, round_to_bfloat16(builder, values), address)
+            with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (group, _):
+                first = builder.mul(group, INT64(GROUP_SIZE))
+                halves = [load_up_to(builder, inputs, builder.add(first, INT64(i)), num_inputs) for i in (0, LANES)]
+                store(builder, join(builder, *halves), own, builder.mul(group, INT64(PAIRS_OF_GROUP)))
     builder.ret_void()
     return function
 
@@ -344,6 +377,17 @@ def load_up_to(builder, inputs, k, num_inputs):
             with cgutils.for_range_slice(builder, k, num_inputs, INT64(1), INT64) as (at, _):
                 store(builder, load(builder, inputs, at, FLOAT), builder.bitcast(copy, FLOATS), builder.sub(at, k))
     return builder.load(copy)
+
+
+def join(builder, low, high, lanes: Sequence[int] = range(2 * LANES)):
+    """Rounds two vectors to bfloat16, nearest, ties to even, and returns these lanes of them, two to a float.
+
+    Denormal numbers become 0.
+    """
+    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(PAIRS, [VECTOR, VECTOR]), name)
+    both = builder.bitcast(builder.call(function, [high, low]), ir.VectorType(SHORT, 2 * LANES))
+    return builder.bitcast(pick(builder, both, both, lanes), VECTOR)
 
 
 def round_to_bfloat16(builder, values):
