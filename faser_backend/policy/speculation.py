@@ -47,8 +47,7 @@ class SpeculationPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Knowledge:
-    """Results of `faser profile` for an engine on this machine. Without a profile costs are guesses, the rest is empty.
-    """
+    """Results of `faser profile` for an engine on this machine. Without a profile costs are guesses, others empty."""
 
     costs: CostModel
     margins: Mapping[str, MarginCounts] = field(default_factory=dict)  # by kind of request, see calibration.KINDS
