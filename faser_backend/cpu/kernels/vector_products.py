@@ -337,7 +337,7 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
             with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (group, _):
                 first = builder.mul(group, INT64(GROUP_SIZE))
                 halves = [load_up_to(builder, inputs, builder.add(first, INT64(i)), num_inputs) for i in (0, LANES)]
-                store(builder, join(builder, *halves), own, builder.mul(group, INT64(PAIRS_OF_GROUP)))
+                store(builder, join(builder, halves[0], halves[1]), own, builder.mul(group, INT64(PAIRS_OF_GROUP)))
     builder.ret_void()
     return function
 
