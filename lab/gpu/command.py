@@ -20,6 +20,7 @@ from pathlib import Path
 from faser_backend.lab.environment import query_gpu
 from faser_backend.lab.gpu.harness import Outcome, Part, Setting, run_parts
 from faser_backend.lab.gpu.report import Report, default_path, describe, render
+from faser_backend.places import GPU_DEVICE
 
 FULL_BUDGET_S = 500.0
 PARTS = (
@@ -58,8 +59,8 @@ def main() -> int:
         if name not in PARTS_BY_NAME:
             parser.error(f"--parts = {name!r}: unknown; known are {', '.join(PARTS_BY_NAME)}")
     gpu = query_gpu() if options.device == "cuda" else {}
-    if options.device == "cuda" and not gpu:
-        print("no GPU: nvidia-smi finds none; --device cpu --tiny checks the script only", file=sys.stderr)
+    if options.device == "cuda" and not gpu and not GPU_DEVICE.exists():
+        parser.exit(1, "no GPU: nvidia-smi finds none; --device cpu --tiny checks the script only\n")
     setting = Setting(
         options.device, options.tiny, options.seed, str(options.checkpoint.absolute()) if options.checkpoint else ""
     )
