@@ -68,16 +68,6 @@ class Geometry:
     num_sms: int  # SMs that calls fill
     capability: int  # compute capability of the GPU, e.g. 90
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{ATTEND_OP}.{field.name} = {value!r}: must be an integer of at least 1")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{ATTEND_OP}.num_heads = {self.num_heads}: must be a multiple of {self.num_kv_heads} KV heads"
-            )
-
     @property
     def group(self) -> int:
         """The number of query heads per KV head."""

@@ -112,10 +112,8 @@ class LlvmRunner:
         """owner: the target, which provides the embedding and the head that a draft does not have.
 
         num_threads: limits the cores used. compute: one of COMPUTES.
-        Raises ConfigError for a bad number of threads and for a pool that this CPU cannot read.
+        Raises ConfigError for a pool that this CPU cannot read.
         """
-        if num_threads is not None and num_threads < 1:
-            raise ConfigError(f"num_threads = {num_threads}: must be at least 1")
         assert model.weights is not None, "an engine of this runtime has one weight file"
         spec = model.spec
         self.spec, self.partition = spec, partition

@@ -129,7 +129,6 @@ class NumpySampler:
         Draws the tokens of `sample`. Margins are at most MAX_MARGIN. If fewer than num_candidates tokens are allowed,
         forbidden ones of low id follow.
         """
-        self.check_num_candidates(num_candidates)
         scores = self._scores(logits, rows)
         token_ids = scores.argmax(axis=1)
         best = scores[np.arange(token_ids.size), token_ids]
@@ -181,10 +180,6 @@ class NumpySampler:
     def to_host(self, logits: np.ndarray) -> np.ndarray:
         """See core.ports.Sampler. Copies, because the runner's next call may overwrite logits."""
         return logits.astype(np.float32)
-
-    def check_num_candidates(self, num_candidates: int) -> None:
-        if not 0 <= num_candidates <= self._vocab_size:
-            raise ValueError(f"num_candidates = {num_candidates}: must be in [0, {self._vocab_size}]")
 
     def check_integrity(self) -> None:
         self.parameters.check_integrity()

@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.call_shapes import CallBounds
+from faser_backend.cuda.call_shapes import DIMENSIONS, CallBounds
 from faser_backend.cuda.pool import CudaKvPool
-from faser_backend.manifest import ModelSpec, SegmentSpec, TensorSpec
+from faser_backend.manifest import SegmentSpec, TensorSpec
 
 ALIGNMENT = 256  # bytes; compiled engines require it of addresses
 TABLE, WIDTH = "block_table", "table_width"
@@ -29,25 +28,10 @@ ADAPTERS = TensorSpec("adapters", "int64", ("T",))  # addresses of rows' tables,
 COLUMNS = "columns"  # an integer input that is the same in every call
 
 
-def input_shape(name: str, bounds: CallBounds) -> tuple[int, ...]:
-    """Returns the shape of an integer input that changes per call. Raises ConfigError for an unknown name."""
-    shapes = {
-        "token_ids": (bounds.num_rows,),
-        "positions": (bounds.num_rows,),
-        "slot_mapping": (bounds.num_rows,),
-        "cu_rows": (bounds.num_sequences + 1,),
-        "context_lens": (bounds.num_sequences,),
-        "block_table": (bounds.num_sequences, bounds.num_blocks),
-        "table_width": (1,),
-        "logit_rows": (bounds.num_logit_rows,),
-        "exit_candidates": (bounds.num_rows, bounds.num_candidates),
-        ADAPTERS.name: (bounds.num_rows,),
-        PADDED: (bounds.num_sequences, bounds.max_rows),
-        "unpad_idx": (bounds.num_rows,),
-    }
-    if name not in shapes:
-        raise ConfigError(f"segment input {name}: not one that a GPU runner fills; must be one of {', '.join(shapes)}")
-    return shapes[name]
+def shape_in_call(tensor: TensorSpec, bounds: CallBounds) -> tuple[int, ...]:
+    """Returns the shape of a segment's tensor, whose dimensions' names the manifest explains, in a call."""
+    sizes = dict(zip(DIMENSIONS, bounds, strict=False)) | {"B + 1": bounds.num_sequences + 1}
+    return tuple(sizes[size] if isinstance(size, str) else size for size in tensor.shape)
 
 
 class InputBlock:
@@ -61,7 +45,7 @@ class InputBlock:
         self._spans: list[tuple[str, slice, np.dtype, tuple[int, ...]]] = []  # name, bytes, dtype, shape
         num_bytes = 0
         for tensor in sorted(inputs, key=lambda tensor: tensor.name == TABLE):
-            dtype, shape = np.dtype(tensor.dtype), input_shape(tensor.name, bounds)
+            dtype, shape = np.dtype(tensor.dtype), shape_in_call(tensor, bounds)
             end = num_bytes + math.prod(shape) * dtype.itemsize
             self._spans.append((tensor.name, slice(num_bytes, end), dtype, shape))
             num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
@@ -184,7 +168,6 @@ def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpe
 
 
 def call_tensors(
-    spec: ModelSpec,
     segment: SegmentSpec,
     bounds: CallBounds,
     *,
@@ -209,30 +192,13 @@ def call_tensors(
             tensors[name] = pool.features
         elif name == FEATURE_ROWS:
             tensors[FEATURES] = pool.features
-            tensors[tensor.name] = store.get(tensor.name, (bounds.num_rows, int(tensor.shape[1])), dtype)
+            tensors[tensor.name] = store.get(tensor.name, shape_in_call(tensor, bounds), dtype)
         elif name == COLUMNS:
             size = bounds.num_blocks * pool.kv_block_size
             tensors[name] = torch.arange(size, out=store.get(name, (size,), dtype))
         elif name == "logits":
-            tensors[name] = pool.logits_of(bounds.num_logit_rows, spec.vocab_size)
+            tensors[name] = pool.logits_of(*shape_in_call(tensor, bounds))
         elif name not in inputs.tensors:
-            shape = _result_shape(tensor, spec, bounds)
+            shape = shape_in_call(tensor, bounds)
             tensors[tensor.name] = store.get(layers.get(tensor.name, tensor.name), shape, dtype)
     return tensors
-
-
-def _result_shape(tensor: TensorSpec, spec: ModelSpec, bounds: CallBounds) -> tuple[int, ...]:
-    kind = tensor.name.partition(".")[0]
-    num_made = bounds.num_logit_rows if tensor.shape[0] == "R" else bounds.num_rows  # "R" in draft heads
-    shapes = {
-        "hidden": (bounds.num_rows, spec.hidden_size),
-        "hidden_out": (num_made, spec.hidden_size),
-        "exit_scores": (bounds.num_rows, bounds.num_candidates),
-        "k_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
-        "v_new": (bounds.num_rows, spec.num_kv_heads, spec.head_dim),
-    }
-    if kind not in shapes:
-        raise ConfigError(
-            f"segment tensor {tensor.name}: not one that a GPU runner holds; must be one of {', '.join(shapes)}"
-        )
-    return shapes[kind]

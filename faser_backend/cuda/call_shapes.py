@@ -45,6 +45,7 @@ class CallBounds(NamedTuple):
     has_adapters: bool = False  # rows may have adapters
 
 
+DIMENSIONS = ("T", "B", "Q", "MB", "R", "K")  # the names of these sizes in manifests, in order
 UNLIMITED = CallBounds._make([*[1 << 30] * 6, False])
 
 

@@ -84,13 +84,10 @@ class TorchDraftLoop:
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
     ) -> DraftTokens:
         """See core.ports.DraftLoop."""
-        self._sampler.check_num_candidates(num_candidates)
         known = self._sampler.parameters
         starts = rows.context_lens + rows.rows_per_sequence + self._runner.num_ahead  # [A] of each chain's first token
         fed_at, slot_mapping = step_positions(rows, num_draft_tokens, self._runner.pool.kv_block_size)
         num_steps = fed_at.shape[0] + 1
-        if num_steps > MAX_STEPS:
-            raise ValueError(f"num_draft_tokens = {num_steps}: must be at most {MAX_STEPS}")
         num_tokens = int(fed_at.max(initial=0)) + 1
         bounds = self._runner.shapes.of_decode(rows.num_sequences, num_tokens)
         chain = self._chains[ChainShape(bounds, num_candidates, bool(known.has_filters[slots].any()))]

@@ -43,9 +43,7 @@ class CudaKvPool:
     def __init__(
         self, spec: ModelSpec, num_blocks: int, kv_block_size: int, *, dtype: str, device: torch.device
     ) -> None:
-        """dtype: the manifest's. Raises ConfigError if num_blocks < 1 or the pool does not fit on the device."""
-        if num_blocks < 1:
-            raise ConfigError(f"num_kv_blocks = {num_blocks}: must be at least 1")
+        """dtype: the manifest's. Raises ConfigError if the pool does not fit on the device."""
         self.num_blocks = num_blocks
         # Runners that share a pool share these.
         self.logits: torch.Tensor | None = None

@@ -17,7 +17,6 @@ import torch
 
 from faser_backend.core.adapter import AdapterMatrices
 from faser_backend.core.batch import RowBatch
-from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import (
     ADAPTERS,
     NO_SLOT,
@@ -79,8 +78,6 @@ class CudaRunner:
 
         capturer: None = no graphs. share: None = calls are queued on the calling thread's current stream.
         """
-        if len(programs) != len(model.segments):
-            raise ConfigError(f"programs = {len(programs)}: the model has {len(model.segments)} segments")
         self.on_share = nullcontext if share is None else share.current
         self.spec = model.spec
         self.pool = pool
@@ -263,7 +260,7 @@ class CudaRunner:
     def _tensors(
         self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
     ) -> dict[str, torch.Tensor]:
-        return call_tensors(self.spec, self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
+        return call_tensors(self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
 
 
 class CudaAdaptableRunner(CudaRunner):

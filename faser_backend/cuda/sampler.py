@@ -223,7 +223,6 @@ class TorchSampler(NumpySampler):
 
     def sample_draft(self, logits: torch.Tensor, rows: SamplingRows, num_candidates: int) -> DraftTokens:
         """See NumpySampler.sample_draft."""
-        self.check_num_candidates(num_candidates)
         scores, parameters = self._device_scores(logits, rows)
         inverse_temperature = None if parameters is None else parameters.inverse_temperature
         packed = draw_draft(scores, inverse_temperature, num_candidates)

@@ -21,7 +21,7 @@ import torch
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.buffers import FEATURE_ROWS, FEATURES
-from faser_backend.cuda.call_shapes import UNLIMITED, CallBounds
+from faser_backend.cuda.call_shapes import DIMENSIONS, UNLIMITED, CallBounds
 from faser_backend.cuda.pool import pool_slots, write_kv
 from faser_backend.cuda.segment import Launch, SegmentProgram
 from faser_backend.manifest import BucketSpec, FileSpec, ModelEngine, SegmentSpec
@@ -216,7 +216,6 @@ def _profile_ranges(engine: Any, inputs: tuple[str, ...]) -> tuple[ProfileRange,
     return tuple(profiles)
 
 
-DIMENSIONS = ("T", "B", "Q", "MB", "R", "K")  # of manifests, in the order of CallBounds
 TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
 
 

@@ -54,10 +54,8 @@ class ModelTensors:
 def load_weights(path: Path, spec: ModelSpec, dtype: str, device: torch.device) -> ModelTensors:
     """Reads the file that engines.weights_build wrote; dtype: the manifest's.
 
-    Raises ConfigError if a tensor is missing, unknown or of another dtype, or the model has experts.
+    Raises ConfigError if a tensor is missing, unknown or of another dtype.
     """
-    if spec.num_experts:
-        raise ConfigError(f"num_experts = {spec.num_experts}: runtime torch runs only models without experts")
     reader = _Reader(path, DTYPES[dtype], device)
     embedding = reader.matrix("embedding")
     layers = tuple(_read_layer(reader, spec, layer) for layer in range(spec.num_layers))

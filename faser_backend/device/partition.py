@@ -73,8 +73,6 @@ def core_partitions(cores: tuple[int, ...] | None = None) -> PartitionMenu[CoreP
     """
     if cores is None:
         cores = tuple(sorted(os.sched_getaffinity(0)))
-    if not cores or len(set(cores)) != len(cores):
-        raise ValueError(f"cores = {cores}: must name at least one core, each once")
     whole = CorePartition("whole", cores)
     if len(cores) == 1:
         return PartitionMenu(whole, (), "1 core: draft and target run in turn, nothing can overlap")

@@ -50,10 +50,7 @@ def accept_by_rejection(
     """
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs
-    if draft_probs is None:
-        if num_columns:
-            raise ValueError("frontier.draft_probs = None: rejection sampling needs the draft's probabilities")
-        draft_probs = np.zeros((num_sequences, 0, target_probs.shape[1]), np.float32)
+    assert draft_probs is not None, "rejection sampling needs the draft's probabilities"
     num_kept = np.diff(cu_rows)
     rows = _padded_rows(cu_rows, num_kept, num_columns + 1)
     p = target_probs[rows[:, :-1], frontier.drafted]  # [B, K]

@@ -193,9 +193,3 @@ def test_splits_are_disjoint_and_use_every_core(num_cores: int) -> None:
         assert sorted(draft.cores + target.cores) == list(range(num_cores))
         assert 1 <= draft.size <= target.size
     assert "split" in menu.note
-
-
-def test_bad_core_sets_are_refused() -> None:
-    for cores in ((), (1, 1)):
-        with pytest.raises(ValueError, match="cores"):
-            core_partitions(cores)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from faser_backend.core.errors import ConfigError
 from faser_backend.cpu import weights
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.runner import LlvmRunner
@@ -228,7 +227,3 @@ def test_what_cannot_be_built_or_opened_is_refused_by_name(engines: dict[str, Pa
     with pytest.raises(CheckpointError, match="weights of target = 'int3': must be one of fp32, "):
         build(engines["source"], tmp_path / "engine", weights="int3")
     assert not (tmp_path / "engine").exists()
-    manifest = EngineManifest.load(engines["fp32"])
-    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE)
-    with pytest.raises(ConfigError, match="num_threads = 0"):
-        LlvmRunner(manifest.target, engines["fp32"], CorePartition("test", (0,)), pool, num_threads=0)

@@ -382,12 +382,6 @@ def test_ties_have_no_margin_and_go_to_the_lowest_ids() -> None:
     assert drawn.candidates.tolist() == [[0, 1, 2]] and drawn.margins.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("num_candidates", [-1, 5])
-def test_numbers_of_candidates_out_of_range_are_refused(num_candidates: int) -> None:
-    with pytest.raises(ValueError, match=rf"num_candidates = {num_candidates}: must be in \[0, 4\]"):
-        single_slot(Sampling()).sample_draft(np.zeros((1, 4), np.float32), one_row_each(np.array([1])), num_candidates)
-
-
 def test_drafting_and_scoring_at_the_same_time_change_nothing() -> None:
     """As in an overlapped step: one lane draws while the other computes margins."""
     scenes = [Scene(seed) for seed in range(12)]

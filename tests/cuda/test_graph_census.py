@@ -14,6 +14,7 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.request import Request, Sampling
 from faser_backend.cuda.call_shapes import (
+    DIMENSIONS,
     MAX_GRAPH_ROWS,
     MAX_PROMPT_ROWS,
     MIXED_LOGIT_ROWS,
@@ -27,7 +28,7 @@ from faser_backend.cuda.call_shapes import (
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.runner import CudaBlockRunner, CudaHeadRunner
 from faser_backend.cuda.segment import ProgramSource
-from faser_backend.cuda.tensorrt_programs import DIMENSIONS, ProfileRange, choose_profile
+from faser_backend.cuda.tensorrt_programs import ProfileRange, choose_profile
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions, call_buckets

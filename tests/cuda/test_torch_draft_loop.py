@@ -11,7 +11,7 @@ import torch
 from faser_backend.core.ports import DraftTokens
 from faser_backend.core.request import Sampling
 from faser_backend.cuda.call_shapes import CallBounds
-from faser_backend.cuda.draft_loop import MAX_STEPS, TorchDraftLoop
+from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
 from faser_backend.cuda.segment import PreparedCall
@@ -126,15 +126,6 @@ def test_limits_of_programs_bound_sequences_and_tables(built) -> None:
         drawn, wanted = (loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0) for loop in loops)
         assert_equal_chains(drawn, wanted, drafting.lengths)
     assert prepared == [CallBounds(8, 6, 8, 10, 8, 0)]
-
-
-def test_longer_chains_than_a_plan_holds_are_refused(built) -> None:
-    drafting = Drafting(1, size=1)
-    drafting.seen[:], drafting.num_rows[:], drafting.lengths[:] = 0, 1, MAX_STEPS + 1
-    drafting.tables = np.arange(20)[None]
-    loop = TorchDraftLoop(open_runner(built), open_sampler(KINDS[:1] * MAX_SEQS))
-    with pytest.raises(ValueError, match="num_draft_tokens = 65: must be at most 64"):
-        loop.draft(drafting.rows(), drafting.slots, drafting.lengths, 0)
 
 
 def test_a_warmed_up_menu_leaves_pools_alone(built) -> None:

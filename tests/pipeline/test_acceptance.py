@@ -3,7 +3,6 @@
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,20 +111,6 @@ def test_a_chain_without_its_last_rows_emits_what_the_others_test() -> None:
     pruned = accept_matches(frontier, np.array([1, 2]), np.array([0, 2]))
     assert (whole.tokens.tolist(), whole.num_accepted.tolist()) == ([[1, 2, 3, 4]], [3])
     assert (pruned.tokens.tolist(), pruned.num_accepted.tolist()) == ([[1, 2, 0, 0]], [2])
-
-
-def test_rejection_without_drafts_needs_no_draft_probabilities() -> None:
-    frontier = Frontier(np.zeros((2, 0), np.int64), np.zeros(2, np.int64))
-    result = accept_by_rejection(frontier, np.eye(2, dtype=np.float32), np.arange(3), np.full(2, 0.5), np.full(2, 0.5))
-    assert result.tokens.tolist() == [[0], [1]]
-    with pytest.raises(ValueError, match="draft_probs = None"):
-        accept_by_rejection(
-            Frontier(np.zeros((1, 1), np.int64), np.array([1])),
-            np.eye(2),
-            np.array([0, 2]),
-            np.ones(2),
-            np.ones(2),
-        )
 
 
 def test_draw_never_returns_a_token_without_weight() -> None:

@@ -45,13 +45,9 @@ SIZES = {"T": 20, "B": 4, "B + 1": 5, "NB": 900, "MB": 64}
 FLOATS, INTS = ["BF16"] * 5, ["INT32"] * 4
 
 
-def test_attributes_go_round_and_are_checked() -> None:
+def test_attributes_go_round() -> None:
     assert Geometry.from_fields(asdict(GEOMETRY)) == GEOMETRY
     assert tuple(asdict(GEOMETRY)) == GEOMETRY_FIELDS
-    with pytest.raises(ValueError, match=r"\.num_heads = 8: must be a multiple of 3 KV heads"):
-        Geometry.from_fields({**asdict(GEOMETRY), "num_kv_heads": 3})
-    with pytest.raises(ValueError, match=r"\.head_dim = 0: must be an integer of at least 1"):
-        Geometry.from_fields({**asdict(GEOMETRY), "head_dim": 0})
 
 
 def test_parts_fit_where_they_are_kept_and_are_those_of_the_launcher() -> None:
