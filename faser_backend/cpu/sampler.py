@@ -36,7 +36,6 @@ class SlotParameters:
         self.is_random = np.zeros(max_num_seqs, np.bool_)
         self.has_rules = np.zeros(max_num_seqs, np.bool_)  # see logit_rules.py
         self.has_filters = np.zeros(max_num_seqs, np.bool_)  # top-k, top-p or min-p; random slots only
-        self.is_special = np.zeros(max_num_seqs, np.bool_)  # rules or filters
         self.keys = np.zeros(max_num_seqs, np.uint64)
         self.inverse_temperature = np.ones(max_num_seqs, np.float32)  # 1 where greedy
         self.top_k = np.full(max_num_seqs, vocab_size, np.int64)  # V = off
@@ -53,7 +52,6 @@ class SlotParameters:
         self.has_rules[slot] = has_rules
         # Filters keep the largest logit, so a greedy row needs none of them.
         self.has_filters[slot] = is_random and has_filter
-        self.is_special[slot] = has_rules or self.has_filters[slot]
         self.keys[slot] = seed_keys(np.array([sampling.seed], np.uint64))[0]
         self.inverse_temperature[slot] = 1.0 / sampling.temperature if is_random else 1.0
         self.top_k[slot] = top_k if is_random else self._vocab_size
@@ -61,13 +59,12 @@ class SlotParameters:
         self.min_p[slot] = sampling.min_p if is_random else 0.0
 
     def remove(self, slot: int) -> None:
-        for flags in (self.is_active, self.is_random, self.has_rules, self.has_filters, self.is_special):
+        for flags in (self.is_active, self.is_random, self.has_rules, self.has_filters):
             flags[slot] = False
 
     def check_integrity(self) -> None:
-        for flags in (self.is_random, self.has_rules, self.has_filters, self.is_special):
+        for flags in (self.is_random, self.has_rules, self.has_filters):
             assert not (flags & ~self.is_active).any(), "a free slot keeps state"
-        assert (self.is_special == (self.has_rules | self.has_filters)).all()
         assert not (self.has_filters & ~self.is_random).any(), "a greedy slot has filters"
 
 
@@ -188,7 +185,7 @@ class NumpySampler:
     def _scores(self, logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         """Returns scores [R, V] whose argmax is each row's token: `logits` itself if all rows are greedy and plain."""
         slots, positions = rows.slots, rows.positions
-        is_special = self.parameters.is_special[slots]
+        is_special = self.parameters.has_rules[slots] | self.parameters.has_filters[slots]
         special = np.flatnonzero(is_special)
         if special.size == 0:
             return self._perturbed(logits, slots, positions)

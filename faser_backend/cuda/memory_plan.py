@@ -39,24 +39,16 @@ FRAGMENT_SHARE = 0.04  # of the memory for KV blocks; allocators round up
 
 
 @dataclass(frozen=True, slots=True)
-class PlanLine:
-    """A number of bytes on the device, and their use."""
-
-    what: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """The use of a GPU's `free_bytes`: `lines` are reserved, and `kv_bytes` are left for KV pools."""
 
     free_bytes: int
     block_bytes: int  # of one KV block of both models
-    lines: tuple[PlanLine, ...]
+    lines: dict[str, int]  # bytes by their use
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(line.num_bytes for line in self.lines)
+        return sum(self.lines.values())
 
     @property
     def kv_bytes(self) -> int:
@@ -71,8 +63,8 @@ class MemoryPlan:
         """Returns a line of text per use, in MiB."""
         num_tokens = self.num_blocks * kv_block_size
         left = f"KV blocks: at most {self.num_blocks} of {kv_block_size} tokens, {num_tokens} in all"
-        lines = (PlanLine("free", self.free_bytes), *self.lines, PlanLine(left, self.kv_bytes))
-        return [f"{line.num_bytes / 2**20:8.0f} MiB  {line.what}" for line in lines]
+        lines = {"free": self.free_bytes, **self.lines, left: self.kv_bytes}
+        return [f"{num_bytes / 2**20:8.0f} MiB  {what}" for what, num_bytes in lines.items()]
 
 
 def plan_memory(
@@ -110,16 +102,16 @@ def plan_memory(
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, config.max_num_seqs)
     nodes *= num_menus
     sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
-    lines = (
-        PlanLine("weights", unloaded_bytes),
-        PlanLine("logits", sum(MAX_GRAPH_ROWS * spec.vocab_size * 4 for spec in specs)),
-        PlanLine("inputs of captured calls", inputs),
-        PlanLine("temporaries of captured calls", activations),
-        PlanLine("temporaries of calls without graphs", chunks),
-        PlanLine("adapters", adapters),
-        PlanLine("scores, and top-k and top-p of some rows at once", len(models) * sampler_bytes),
-        PlanLine("graphs (allowance)", nodes * GRAPH_NODE_BYTES),
-    )
+    lines = {
+        "weights": unloaded_bytes,
+        "logits": sum(MAX_GRAPH_ROWS * spec.vocab_size * 4 for spec in specs),
+        "inputs of captured calls": inputs,
+        "temporaries of captured calls": activations,
+        "temporaries of calls without graphs": chunks,
+        "adapters": adapters,
+        "scores, and top-k and top-p of some rows at once": len(models) * sampler_bytes,
+        "graphs (allowance)": nodes * GRAPH_NODE_BYTES,
+    }
     return MemoryPlan(free_bytes, sum(block_bytes(spec, kv_block_size, size) for spec in specs), lines)
 
 

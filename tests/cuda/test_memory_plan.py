@@ -13,7 +13,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS
-from faser_backend.cuda.memory_plan import MemoryPlan, PlanLine, plan_memory
+from faser_backend.cuda.memory_plan import MemoryPlan, plan_memory
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import RowParameters, TorchNoise, keep_top, perturbed
 from faser_backend.device.runtime import ModelPair
@@ -28,6 +28,7 @@ from tests.support.ort_engines import ACTIVATION_BYTES, OrtPrograms, graphs_are_
 from tests.support.tiny_models import build_with_draft, write_checkpoint
 from tests.support.torch_engines import open_torch_runner, write_torch_engine
 
+INPUTS, TEMPORARIES = "inputs of captured calls", "temporaries of captured calls"
 GIB = 2**30
 H100 = 79 * GIB  # free on a card of 80 GB
 
@@ -73,7 +74,7 @@ def test_three_sizes_fit_an_80_gb_card_with_room_for_contexts(
     name: str, halved: bool, weights_gib: float, most_gib: float, fewest_tokens: int
 ) -> None:
     plan = planned(pair_of(name, halved=halved))
-    lines = {line.what: line.num_bytes / GIB for line in plan.lines}
+    lines = {what: num_bytes / GIB for what, num_bytes in plan.lines.items()}
     assert lines["weights"] == pytest.approx(weights_gib, rel=0.03)
     beside = plan.reserved_bytes / GIB - lines["weights"]
     assert 1.5 < beside < most_gib
@@ -86,11 +87,11 @@ def test_what_lines_depend_on() -> None:
     plan, whole = planned(models), planned(models, num_partitions=1)
     assert plan.reserved_bytes > whole.reserved_bytes
     long = planned(pair_of("qwen3-8b/0.6b", max_context=40_960))
-    assert long.lines[2].num_bytes == pytest.approx(5 * plan.lines[2].num_bytes, rel=0.1), "tables are full-width"
+    assert long.lines[INPUTS] == pytest.approx(5 * plan.lines[INPUTS], rel=0.1), "tables are full-width"
     assert planned(models, max_prefill_tokens=8192).reserved_bytes > plan.reserved_bytes
     assert planned(models, free_bytes=10 * GIB).kv_bytes == 0
-    assert plan.lines[5] == PlanLine("adapters", EngineConfig().lora_cache_bytes)
-    assert plan.lines[1] == PlanLine("logits", 2 * MAX_GRAPH_ROWS * 151_936 * 4)
+    assert plan.lines["adapters"] == EngineConfig().lora_cache_bytes
+    assert plan.lines["logits"] == 2 * MAX_GRAPH_ROWS * 151_936 * 4
 
 
 def test_compiled_engines_say_what_they_compute_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +106,7 @@ def test_compiled_engines_say_what_they_compute_in(tmp_path: Path, monkeypatch: 
     assert num_bytes == 2 * ACTIVATION_BYTES and programs.num_unloaded_bytes(models.present) == 0
     for num_partitions in (1, 3):
         plan = planned(models.present, compiled_bytes=num_bytes, num_partitions=num_partitions, dtype="fp32")
-        assert [line.num_bytes for line in plan.lines if "temporaries" in line.what] == [num_bytes, 0]
+        assert [plan.lines[what] for what in plan.lines if "temporaries" in what] == [num_bytes, 0]
     engine = build_engine(directory, EngineConfig(policy="none"))
     with pytest.raises(ConfigError, match="computes no adapters; use runtime llvm or torch"):
         engine.adapters.load("red", {})
@@ -119,8 +120,8 @@ def test_inputs_and_logits_of_a_captured_menu_are_what_the_plan_says(tmp_path: P
     runner.capture_menu(0)
     options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
     plan = planned([model], **options)
-    assert 0.9 * plan.lines[2].num_bytes < captured_bytes(runner) <= 1.02 * plan.lines[2].num_bytes
-    assert runner.pool.logits is not None and runner.pool.logits.nbytes == plan.lines[1].num_bytes
+    assert 0.9 * plan.lines[INPUTS] < captured_bytes(runner) <= 1.02 * plan.lines[INPUTS]
+    assert runner.pool.logits is not None and runner.pool.logits.nbytes == plan.lines["logits"]
     one, most, more = (runner.pool.logits_of(count, 97) for count in (1, 512, 513))
     assert (one.shape, most.shape) == ((1, 97), (512, 97)) and one.data_ptr() == most.data_ptr() != more.data_ptr()
 
@@ -141,9 +142,9 @@ def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
     assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools
     assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
     captured = captured_bytes(runners.target) + captured_bytes(runners.head)
-    assert 0.8 * plan.lines[2].num_bytes < captured <= 1.1 * plan.lines[2].num_bytes
+    assert 0.8 * plan.lines[INPUTS] < captured <= 1.1 * plan.lines[INPUTS]
     decoders = planned([models[0], replace(models[1], spec=replace(models[1].spec, family="llama"))], **options)
-    assert plan.lines[3].num_bytes > decoders.lines[3].num_bytes, "features side by side"
+    assert plan.lines[TEMPORARIES] > decoders.lines[TEMPORARIES], "features side by side"
     assert "KV blocks" in memory_report(built.directory, gpu_gib=80)[-1]
 
 
