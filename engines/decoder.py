@@ -228,7 +228,8 @@ class _SegmentBuilder:
             if layer in spec.feature_layers:
                 g.op("Identity", hidden, out=f"aux_hidden.{layer}")
             out = "hidden_out" if layer == last - 1 and not is_last else None
-            hidden = self._layer(layer, hidden, only_logit_rows=layer == spec.num_layers - 1, out=out)
+            normed = g.narrow(self._norm(hidden, f"layers.{layer}.input_norm"))
+            hidden = self._layer(layer, hidden, normed, only_logit_rows=layer == spec.num_layers - 1, out=out)
         if is_last:
             normed = self._norm(hidden, "norm")
             g.row_products(normed, self._head_name, out="logits")
@@ -255,11 +256,7 @@ class _SegmentBuilder:
         if is_last:
             g.input("logit_rows", ("R",))
 
-    def _layer(self, layer: int, hidden: str, *, only_logit_rows: bool, out: str | None) -> str:
-        normed = self.graph.narrow(self._norm(hidden, f"layers.{layer}.input_norm"))
-        return self._normed_layer(layer, hidden, normed, only_logit_rows=only_logit_rows, out=out)
-
-    def _normed_layer(self, layer: int, hidden: str, normed: str, *, only_logit_rows: bool, out: str | None) -> str:
+    def _layer(self, layer: int, hidden: str, normed: str, *, only_logit_rows: bool, out: str | None) -> str:
         """Adds a layer whose attention reads `normed` and whose result is added to `hidden`."""
         g, spec, prefix = self.graph, self.spec, f"layers.{layer}"
         attended = self._attention(layer, normed, only_logit_rows=only_logit_rows)
@@ -318,7 +315,7 @@ class _HeadBuilder(_SegmentBuilder):
         hidden = g.input("hidden", ("T", spec.hidden_size), g.dtype)
         self._shared_inputs(is_last=True)
         both = g.op("Concat", embedded, self._norm(hidden, "layers.0.hidden_norm"), axis=1)  # [T, 2 * hidden_size]
-        hidden = self._normed_layer(0, hidden, g.narrow(both), only_logit_rows=True, out="hidden_out")
+        hidden = self._layer(0, hidden, g.narrow(both), only_logit_rows=True, out="hidden_out")
         self._target_logits(self._norm(hidden, "norm"), token_ids)
         g.output("logits", ("R", spec.vocab_size))
         g.output("hidden_out", ("R", spec.hidden_size), g.dtype)

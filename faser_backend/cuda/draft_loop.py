@@ -83,7 +83,6 @@ class TorchDraftLoop:
     def draft(
         self, rows: RowBatch, slots: np.ndarray, num_draft_tokens: np.ndarray, num_candidates: int
     ) -> DraftTokens:
-        """See core.ports.DraftLoop."""
         known = self._sampler.parameters
         starts = rows.context_lens + rows.rows_per_sequence + self._runner.num_ahead  # [A] of each chain's first token
         fed_at, slot_mapping = step_positions(rows, num_draft_tokens, self._runner.pool.kv_block_size)

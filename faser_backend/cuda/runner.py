@@ -135,7 +135,6 @@ class CudaRunner:
 
     @on_share
     def take_rows(self, hidden: torch.Tensor, kept: np.ndarray) -> torch.Tensor:
-        """See core.ports.ModelRunner."""
         return torch.index_select(hidden, 0, to_device(kept, self._device))
 
     @on_share
@@ -270,7 +269,6 @@ class CudaAdaptableRunner(CudaRunner):
     """
 
     def store_adapter(self, matrices: AdapterMatrices) -> AdapterTensors:
-        """See AdaptableRunner."""
         if not self.pool.captures_adapters and any(self._calls):
             _log.warning("steps with LoRA adapters run without CUDA graphs: start with --lora to capture them")
         self.pool.captures_adapters |= not any(self._calls)
@@ -297,7 +295,6 @@ class CudaBlockRunner(CudaRunner):
 
     @on_share
     def biased(self, logits: torch.Tensor, index: np.ndarray, previous: np.ndarray) -> torch.Tensor:
-        """See core.ports.BlockRunner."""
         return self._program.biased(self.take_rows(logits, index), to_device(previous, self._device))
 
 
@@ -317,7 +314,6 @@ class CudaHeadRunner(CudaRunner):
         return call.tensors["logits"][:num_made], call.tensors["hidden_out"][:num_made]
 
     def run_unseen(self, rows: RowBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """See CudaRunner."""
         return self.run_layer(rows, self.run_segment(JOIN, rows, None))
 
     @on_share

@@ -152,7 +152,6 @@ class CudaRuntime:
         return None if runner.block_size else TorchDraftLoop(runner, sampler)
 
     def is_fatal(self, error: BaseException) -> bool:
-        """See Runtime."""
         return is_fatal(error)
 
     def synchronize(self) -> None:

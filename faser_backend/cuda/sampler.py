@@ -222,7 +222,6 @@ class TorchSampler(NumpySampler):
         return token_ids
 
     def sample_draft(self, logits: torch.Tensor, rows: SamplingRows, num_candidates: int) -> DraftTokens:
-        """See NumpySampler.sample_draft."""
         scores, parameters = self._device_scores(logits, rows)
         inverse_temperature = None if parameters is None else parameters.inverse_temperature
         packed = draw_draft(scores, inverse_temperature, num_candidates)

@@ -57,7 +57,6 @@ class TorchSegment:
         self.product = MatrixProduct(self.weights.head.device)
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
-        """See SegmentProgram. It takes any bounds."""
         return SegmentCall(self, tensors, bounds).launch
 
     def num_splits(self, bounds: CallBounds, pool: torch.Tensor) -> int:
@@ -305,7 +304,6 @@ class TorchJoin:
     packs_tables = False  # it reads no block tables
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
-        """See SegmentProgram. It takes any bounds."""
         product = MatrixProduct(self.weights.join.device)
 
         def launch() -> None:
@@ -327,7 +325,6 @@ class TorchContext(_DraftSegment):
     packs_tables = False  # it reads no block tables
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
-        """See SegmentProgram. It takes any bounds."""
         call = SegmentCall(self, tensors, bounds)
 
         def launch() -> None:

@@ -21,22 +21,11 @@ from faser_backend.triton.tensor_io import NamedArray, Reply
 from faser_backend.triton.tensors import Tensors
 
 DEFAULT_MAX_TOKENS = 32
-_INPUTS = {  # theirs -> ours
-    "text_input": "text_input",
-    "messages": "messages",
-    "streaming": "streaming",
-    "sampling_param_max_tokens": "max_tokens",
-    "sampling_param_top_k": "top_k",
-    "sampling_param_temperature": "temperature",
-    "sampling_param_top_p": "top_p",
-    "sampling_param_frequency_penalty": "frequency_penalty",
-    "sampling_param_presence_penalty": "presence_penalty",
+_PREFIX = "sampling_param_"  # of inputs that have our names otherwise
+_INPUTS = {  # theirs -> ours, where they differ
     "sampling_param_stop": "stop_words",
-    "sampling_param_seed": "seed",
     "sampling_param_exclude_input_from_output": "exclude_input_in_output",
-    "sampling_param_return_perf_metrics": "return_perf_metrics",
     "return_cumulative_logprob": "return_log_probs",
-    "lora_name": "lora_name",
 }
 _OUTPUTS = {"cum_log_probs": "cumulative_logprob"}  # ours -> theirs, where they differ
 _FLAGGED = {"finish_reason": "return_finish_reason", "stop_reason": "return_stop_reason"}
@@ -56,7 +45,7 @@ class LlmApiContract(InflightBatcherContract):
         prompts = tensors.get("text_input")
         if prompts is not None and prompts.size > 1:
             raise RequestError("text_input", list(prompts.shape), "one prompt per request: must hold exactly 1 value")
-        ours = {ours: tensors[theirs] for theirs, ours in _INPUTS.items() if theirs in tensors}
+        ours = {_INPUTS.get(name, name.removeprefix(_PREFIX)): array for name, array in tensors.items()}
         ours.setdefault("exclude_input_in_output", np.array([True]))
         ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
         (parsed,) = parse_requests(ours, request_id, handshake, is_decoupled=is_decoupled, is_llm_api=True)
