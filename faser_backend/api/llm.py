@@ -24,7 +24,8 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import EngineMetrics
 from faser_backend.serving.compose import open_engine
 from faser_backend.serving.engine_loop import EngineLoop
-from faser_backend.serving.model_source import demo_engine_dir
+from faser_backend.serving.model_source import demo_engine_dir, find_engine
+from faser_backend.serving.parameters import RunOptions
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat
 from faser_backend.text.tokenizer import TextTokenizer
@@ -51,15 +52,19 @@ class LLM:
     ) -> None:
         """Loads the engine.
 
-        engine_dir: None for the demo pair, which is built on first use.
+        engine_dir: None for the demo pair. What is no engine directory is a model as `faser serve` takes it: a
+        checkpoint, a GGUF file or a hub's model. Both are built on first use.
         chat_template: a file to use instead of the checkpoint's. on_step: called after every step, on the engine's
         thread. options: fields of core.config.EngineConfig, such as policy, draft, max_num_seqs and num_threads; the
         queue is unlimited by default.
 
         Raises ManifestError or ConfigError; FaserError if the engine cannot be warmed up.
         """
-        config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
         self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir()
+        if not self.engine_dir.is_dir() or (self.engine_dir / "config.json").is_file():
+            found = find_engine(RunOptions(model=str(engine_dir), draft=options.get("draft", "auto")))
+            self.engine_dir, options["draft"] = found["engine_dir"], found["draft"]
+        config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
         self.manifest = EngineManifest.load(self.engine_dir)
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)

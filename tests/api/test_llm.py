@@ -172,7 +172,7 @@ def test_an_answer_that_fails_leaves_the_others(llm: LLM):
         ("x", {"stop_token_ids": [9999]}, "stop_words token id = 9999: must lie in"),
         ("x", {"logit_bias": {9999: 1.0}}, "logit_bias token id = 9999: must lie in"),
         ("x", {"guided_decoding": GuidedDecodingParams()}, "guided_decoding = {}: give exactly one of"),
-        ("x", {"guided_decoding": GuidedDecodingParams(regex="(")}, "guided_decoding = '96 characters': "),
+        ("x", {"guided_decoding": GuidedDecodingParams(regex="(")}, "guided_decoding = 'given': "),
         ([], {}, "prompts = []: must hold at least one prompt"),
         (7, {}, "prompts = 7: must be text, token ids or a conversation"),
         (["x", ""], {}, "prompts[1]: input_ids = []: prompt is empty"),
@@ -209,6 +209,8 @@ def test_bad_options_and_directories(engine_dir: Path, tmp_path: Path):
             LLM(engine_dir, **options)
     with pytest.raises(faser_backend.ManifestError, match="manifest"):
         LLM(tmp_path)
+    with pytest.raises(ConfigError, match="MODEL = 'nowhere': no such file or directory"):
+        LLM("nowhere")
     assert all(getattr(faser_backend, name) for name in faser_backend.__all__)
 
 

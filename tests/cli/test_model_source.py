@@ -14,6 +14,7 @@ from wsgiref.simple_server import make_server
 
 import pytest
 
+from faser_backend.api.llm import LLM
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving import model_source
@@ -101,6 +102,11 @@ def test_a_hubs_model_is_built_once_and_what_goes_wrong_is_one_line_and_builds_n
     status, text, err = generate("org/small")
     assert status == 0 and all(phase in err for phase in ("downloading org/small: ", "building", "profiling")), err
     assert generate("org/small") == (0, text, "")
+    with monkeypatch.context() as patched:
+        for constant, value in own.items():
+            patched.setattr(f"huggingface_hub.constants.{constant}", value)
+        with LLM("org/small", draft="ngram", num_threads=1) as llm:
+            assert list(list_engines()) == [llm.engine_dir.name], "the same engine"
     num_requests = hub.num_requests
     assert generate("org/small@main", HF_HUB_OFFLINE="1") == (0, text, "") and hub.num_requests == num_requests
     assert list(list_engines().values()) == ["0 MB, org/small@main"]
