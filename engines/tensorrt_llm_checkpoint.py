@@ -95,9 +95,9 @@ class TensorRTLLMCheckpoint(Checkpoint):
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         self.origin = self.directory = directory
         fields = ConfigFields(config, directory / CONFIG_FILE)
-        self._ranks = read_ranks(fields)
         self._num_heads = fields.count("num_attention_heads", 1 << 20)
         self._num_kv_heads = fields.count("num_key_value_heads", 1 << 20, default=self._num_heads)
+        self._ranks = read_ranks(fields, self._num_heads, self._num_kv_heads)
         hidden_size = fields.count("hidden_size", 1 << 20)
         self._head_dim = fields.count("head_size", 1 << 20, default=max(hidden_size // self._num_heads, 1))
         self._vocab_size = fields.count("vocab_size", 1 << 22)
@@ -205,7 +205,7 @@ class Ranks(NamedTuple):
     embedding_axis: int | None  # along which the embedding is sliced; None: every rank has all of it
 
 
-def read_ranks(fields: ConfigFields) -> Ranks:
+def read_ranks(fields: ConfigFields, num_heads: int, num_kv_heads: int) -> Ranks:
     """Reads the mapping. Raises CheckpointError for ways of sharding that cannot be merged."""
     mapping = fields.section("mapping")
     mapping.must_be("cp_size", 1)
@@ -214,8 +214,6 @@ def read_ranks(fields: ConfigFields) -> Ranks:
     world_size = mapping.count("world_size", MAX_RANKS, default=num_slices * num_stages)
     if world_size != num_slices * num_stages:
         raise fields.error("mapping.world_size", world_size, f"must be tp_size * pp_size = {num_slices * num_stages}")
-    num_heads = fields.count("num_attention_heads", 1 << 20)
-    num_kv_heads = fields.count("num_key_value_heads", 1 << 20, default=num_heads)
     if num_heads % num_slices or (num_kv_heads % num_slices and num_slices % num_kv_heads):
         raise fields.error(
             "mapping.tp_size", num_slices, f"cannot divide {num_heads} attention and {num_kv_heads} KV heads"
@@ -232,7 +230,13 @@ def translated(fields: ConfigFields, *, has_head: bool) -> dict[str, Any]:
     architecture = fields.values["architecture"]
     config = {ours: fields.values[name] for name, ours in NAMES.items() if name in fields.values}
     if architecture == "Qwen3MoeForCausalLM":
-        config |= _experts_config(fields)
+        moe = fields.section("moe")
+        moe.must_be("normalization_mode", 0, 1)  # the softmax's weights, or the same divided by their sum
+        config |= {
+            "num_experts": moe.values.get("num_experts"),
+            "num_experts_per_tok": moe.values.get("top_k"),
+            "norm_topk_prob": moe.values.get("normalization_mode") == 1,
+        }
     return config | {
         "model_type": ARCHITECTURES[architecture],
         "hidden_act": "silu",
@@ -256,13 +260,3 @@ def _refuse_variants(fields: ConfigFields) -> None:
         fields.must_be(name, 1, 1.0)
     if fields.values.get("head_size") is not None:
         fields.must_be("rotary_embedding_dim", fields.values["head_size"])
-
-
-def _experts_config(fields: ConfigFields) -> dict[str, Any]:
-    moe = fields.section("moe")
-    moe.must_be("normalization_mode", 0, 1)  # the softmax's weights, or the same divided by their sum
-    return {
-        "num_experts": moe.values.get("num_experts"),
-        "num_experts_per_tok": moe.values.get("top_k"),
-        "norm_topk_prob": moe.values.get("normalization_mode") == 1,
-    }

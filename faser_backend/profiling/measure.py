@@ -186,7 +186,7 @@ class Bench:
         self._max_context, self._cases = models.max_context, cases
         self._rng = np.random.default_rng(seed)
         runtime.bind_step_thread()
-        self._pools = {model: self._filled_pool(model, cases[model]) for model in cases}
+        self._pools = {model: self._filled_pool(model) for model in cases}
         if models.draft is not None and models.draft.spec.reads_target:
             self._pools[DRAFT].keep_features(models.target.spec)
         runtime.synchronize()  # before other threads read them
@@ -265,10 +265,10 @@ class Bench:
         loop = open_loop(self._runtime, runner, self._max_context) if has_loop else None
         return TimedRunner(self._runtime, runner, loop)
 
-    def _filled_pool(self, model: str, cases: list[Case]) -> KvStorage:
+    def _filled_pool(self, model: str) -> KvStorage:
         """Opens a pool for the largest case, of at most MAX_POOL_BYTES, and writes all of it."""
         spec, block_size = self._models[model].spec, self._runtime.kv_block_size
-        num_needed = max(len(case.counts) * -(-case.num_tokens // block_size) for case in cases)
+        num_needed = max(len(case.counts) * -(-case.num_tokens // block_size) for case in self._cases[model])
         num_fitting = max(MAX_POOL_BYTES // self._runtime.bytes_per_block(spec), 1)
         pool = self._runtime.open_pool(self._models[model], min(num_needed, num_fitting))
         self._runtime.fill_pool(pool, self._rng.standard_normal(spec.head_dim).astype(np.float32))

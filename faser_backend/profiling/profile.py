@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -95,21 +93,20 @@ class StepMeter:
         """Measures the field of OverheadCost for lanes: median time of two empty jobs. {}: there is no split."""
         if not self._runtime.splits:
             return {}
+        times_ns = []
         with closing(self._runtime.open_lanes(*self._runtime.splits[0])) as lanes:
-            times = [self._timed_us(lanes.run_both, lambda: None, lambda: None) for _ in range(LANE_REPEATS)]
-        return {"lanes_us": float(np.median(times))}
+            for _ in range(LANE_REPEATS):
+                start = time.perf_counter_ns()
+                lanes.run_both(lambda: None, lambda: None)
+                self._runtime.synchronize()
+                times_ns.append(time.perf_counter_ns() - start)
+        return {"lanes_us": float(np.median(times_ns)) / 1e3}
 
     def _drafting_us(self, calls: CostModel, num_sequences: int, length: int) -> float:
         """Returns the predicted time of the calls that draft `length` tokens of each sequence."""
         if (DRAFT, WHOLE) not in calls.segments:
             return 0.0
         return float(calls.drafting_us(WHOLE, length, num_sequences, PROMPT_TOKENS + self._effort.num_steps))
-
-    def _timed_us(self, work: Callable[..., object], *arguments: Any) -> float:
-        start = time.perf_counter_ns()
-        work(*arguments)
-        self._runtime.synchronize()
-        return (time.perf_counter_ns() - start) / 1e3
 
 
 def wait_for_calls(engine: Engine, runtime: AnyRuntime) -> None:

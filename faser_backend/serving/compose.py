@@ -35,9 +35,8 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
-from faser_backend.serving import loading
 from faser_backend.serving.drafting import make_proposer, served_models, serving_knowledge
-from faser_backend.serving.loading import log
+from faser_backend.serving.loading import log, size_text
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 _log = logging.getLogger(__name__)
@@ -71,7 +70,7 @@ def open_engine(
             from faser_backend.engines.lora import read_adapter
 
             engine.adapters.load(name, read_adapter(directory, manifest.target.spec, config.max_lora_rank))
-            loading.log.info(f"LoRA adapter {name}: lora_task_id {task_id}")
+            log.info(f"LoRA adapter {name}: lora_task_id {task_id}")
         stack.pop_all()
     return engine
 
@@ -210,7 +209,7 @@ class _Opener:
     stack: ExitStack
 
     def runner(self, model: ModelEngine, share: Any, pool: Any) -> OpenRunner:
-        loading.log.info(f"loading weights and kernels: a model of {loading.size_text(model.num_weight_bytes)}")
+        log.info(f"loading weights and kernels: a model of {size_text(model.num_weight_bytes)}")
         runner = self.runtime.open_runner(model, share, pool)
         self.stack.callback(runner.close)
         return runner
@@ -281,7 +280,7 @@ def choose_num_blocks(runtime: AnyRuntime, models: ModelPair, config: EngineConf
 def clipped_context(max_context: int, num_tokens: int) -> int:
     """Returns the context of requests: a longer one than all KV blocks hold, num_tokens, could never be served."""
     if num_tokens < max_context:
-        loading.log.warning(
+        log.warning(
             f"context: the models' {max_context} tokens do not fit; requests are limited to the {num_tokens} tokens of "
             "all KV blocks: free memory, choose smaller models, or set --num-kv-blocks"
         )

@@ -72,7 +72,7 @@ def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict
     has_gpu = GPU_DEVICE.exists() and find_spec("torch") is not None
     build = {"runtime": "torch" if has_gpu else DEFAULT_RUNTIME} | build
     head = next((data_folder() / "models" / head for name, head in HEADS.items() if name in run.model.lower()), None)
-    with shown_phases(None if log_format == "text" else partial(line_logger(log_format, "serve"), "INFO")):
+    with shown_phases(None if log_format == "text" else partial(line_logger(log_format), "INFO")):
         target, drafting = _open_source("MODEL", run.model), None
         if is_source:
             drafting = _open_source("--draft", run.draft)

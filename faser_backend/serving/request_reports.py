@@ -134,9 +134,9 @@ def set_up_logging(log_format: str, process: str, level: int = logging.INFO) -> 
     logging.basicConfig(level=level, handlers=[handler], force=True)
 
 
-def line_logger(log_format: str, process: str) -> Callable[[str, str], None]:
-    """Returns a function of level and message that prints a command's messages, plain or as JSON."""
-    formatter = JsonFormatter(process)
+def line_logger(log_format: str) -> Callable[[str, str], None]:
+    """Returns a function of level and message that prints messages of `faser serve`, plain or as JSON."""
+    formatter = JsonFormatter("serve")
 
     def log(level: str, message: str) -> None:
         if log_format == "json":

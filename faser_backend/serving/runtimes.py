@@ -19,7 +19,7 @@ from faser_backend.cpu.runtime import LlvmRuntime, cpu_identity
 from faser_backend.device.runtime import Runtime
 from faser_backend.manifest import EngineManifest
 from faser_backend.runtime_spec import RUNTIMES
-from faser_backend.serving import loading
+from faser_backend.serving.loading import CHECKING, log, size_text
 
 HEADER_SCHEME = "posix_prefix"  # Triton-language's, even if a distribution's default is another
 
@@ -30,11 +30,11 @@ def open_runtime(engine_dir: Path, manifest: EngineManifest, config: EngineConfi
     """Verifies weights and opens the device. Raises ManifestError, or ConfigError if the runtime cannot run here."""
 
     def report(done: int, total: int) -> None:
-        loading.log.info(f"{loading.CHECKING}: {loading.size_text(done)} of {loading.size_text(total)}")
+        log.info(f"{CHECKING}: {size_text(done)} of {size_text(total)}")
 
     check_device(manifest.runtime)
     manifest.verify_weights(engine_dir, is_full=config.verify == "full", report=report)
-    loading.log.info("loading weights and kernels")
+    log.info("loading weights and kernels")
     spec = manifest.runtime_spec
     if spec.is_cpu:
         return LlvmRuntime(engine_dir, manifest, num_threads=config.num_threads)

@@ -99,9 +99,10 @@ class StopMatcher:
             return text, False
         seen = self._tail + text
         sent = len(self._tail) - self._num_unsent
-        match = self._first_match(seen, len(self._tail))
-        if match is not None:
-            end, start = match
+        starts = ((stop, seen.find(stop, max(0, len(self._tail) - len(stop) + 1))) for stop in self._stops)
+        matches = [(start + len(stop), start) for stop, start in starts if start >= 0]
+        if matches:
+            end, start = min(matches)
             self.matched = seen[start:end]
             return seen[sent : max(sent, end if self._includes_stop else start)], True
         held = 0 if self._includes_stop else max(num_may_begin(seen, stop) for stop in self._stops)
@@ -115,11 +116,6 @@ class StopMatcher:
         held = self._tail[len(self._tail) - self._num_unsent :]
         self._num_unsent = 0
         return held
-
-    def _first_match(self, seen: str, num_old: int) -> tuple[int, int] | None:
-        """Returns where the first match ends and starts."""
-        starts = ((stop, seen.find(stop, max(0, num_old - len(stop) + 1))) for stop in self._stops)
-        return min(((start + len(stop), start) for stop, start in starts if start >= 0), default=None)
 
 
 def num_may_begin(text: str, mark: str) -> int:

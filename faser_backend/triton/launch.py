@@ -67,7 +67,7 @@ def serve_until_signalled(
     parameters: as in TritonServer. log_format: of the lines on stderr.
     openai: the command of the OpenAI server, which listens before Triton is ready and drains before it.
     """
-    log = line_logger(log_format, "serve")
+    log = line_logger(log_format)
     is_signalled = threading.Event()
     signals: list[int] = []
 
