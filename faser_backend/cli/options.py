@@ -123,9 +123,18 @@ class PanelCommand(TyperCommand):
     """A command whose help has a section per panel and cuts no name. The file of --config, if any, gives defaults."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if file := self.make_parser(ctx).parse_args(list(args))[0].get("config"):
+        given = self.make_parser(ctx).parse_args(list(args))[0]
+        if file := given.get("config"):
             ctx.default_map = _read_defaults(Path(file), self.params)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter as error:  # names the option alone
+            name, defaults = getattr(error.param, "name", ""), ctx.default_map or {}
+            if name in given or name in defaults:  # it is not missing
+                value, where = (given[name], "") if name in given else (defaults[name], f" in {file}")
+                reason = error.message.removeprefix("Value error, ").removeprefix(f"{value!r} ")
+                error.message = f"{value!r}{where}: {reason}"
+            raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in SECTIONS}

@@ -213,3 +213,7 @@ def test_a_file_gives_options_of_serve_and_the_command_line_wins(run, engine_dir
         file.write_text(line.format(key, value))
         status, _, err = run("serve", "--config", file)
         assert status == 1 and words in err.replace("'", "") and err.count("\n") == 1 and not seen
+    file.write_text(line.format("http-port", '"x"'))
+    for options, words in ((("--config", file), f"'--http-port': 'x' in {file}: "), (("--http-port", "y"), "'y': ")):
+        status, _, err = run("serve", *options)
+        assert status == 2 and words in err and not seen
