@@ -132,8 +132,7 @@ class PanelCommand(TyperCommand):
             name, defaults = getattr(error.param, "name", ""), ctx.default_map or {}
             if name in given or name in defaults:  # it is not missing
                 value, where = (given[name], "") if name in given else (defaults[name], f" in {file}")
-                reason = error.message.removeprefix("Value error, ").removeprefix(f"{value!r} ")
-                error.message = f"{value!r}{where}: {reason}"
+                error.message = f"{value!r}{where}: {error.message}"
             raise
 
     def format_options(self, ctx: Any, formatter: Any) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import onnx
@@ -92,7 +93,9 @@ def test_every_layer_has_a_node_of_each_plugin(model: onnx.ModelProto) -> None:
 
 def test_the_geometry_is_that_of_the_model_and_the_gpu(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = read_spec(open_checkpoint(source).fields)
-    monkeypatch.setattr("faser_backend.engines.tensorrt_build._device", lambda: (132, 90))
+    gpu = SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     assert plugin_geometry(spec, BLOCK_SIZE) == GEOMETRY
 
 
