@@ -35,7 +35,7 @@ from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, HALVES, LANES, LAYOUTS, num_groups
 from faser_backend.cpu.kernels.rows import inlined
-from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, numbers, scale
+from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, DOT_BLOCKS, numbers, scale
 from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
 
 STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
@@ -55,8 +55,8 @@ TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for na
 GROUP_FLOATS = tuple(of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True))
 # Codes whose products VDPBF16PS computes; attention then multiplies so too.
 DOT_CODES = [i for i, of in enumerate(_VECTOR_CODE) if of is vector_products and vector_products.has_dots(_LAYOUTS[i])]
-# Blocks of a strip that are multiplied at once, see DOT_BLOCKS.
-SIDE_BY_SIDE = tuple(2 if of is matrix_units or i in DOT_CODES else 1 for i, of in enumerate(_VECTOR_CODE))
+# Blocks of a strip that are multiplied at once; matrix units hold the sums of two, too.
+SIDE_BY_SIDE = tuple(DOT_BLOCKS if of is matrix_units or i in DOT_CODES else 1 for i, of in enumerate(_VECTOR_CODE))
 i64 = types.int64
 
 
