@@ -105,7 +105,7 @@ def build_engines(
         raise CheckpointError(f"runtime = {runtime!r}: limits and targets of TensorRT need one of {names}")
     draft = None if draft_dir is None else Path(draft_dir)
     pair = open_pair(Path(target_dir), draft, max_context, steps.note, joins_experts=not RUNTIMES[runtime].is_cpu)
-    formats = {side: choose_weights(runtime, requested[side], weights) for side, weights in pair.weights.items()}
+    formats = {side: choose_weights(runtime, side, requested[side], found) for side, found in pair.weights.items()}
     kv_cache_dtype = choose_kv_cache_dtype(runtime, dtype, kv_cache_dtype, pair.specs)
     specs = pair.specs if tensorrt is None else {name: tensorrt.limits.apply(s) for name, s in pair.specs.items()}
     for name, spec in specs.items():

@@ -45,8 +45,8 @@ HALF_BYTES = 2
 _NUM_BYTES = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4, "I64": 8}
 
 
-def choose_weights(runtime: str, requested: str | None, weights: ModelWeights) -> WeightFormat:
-    """Returns the format of a model's matrices; requested: None leaves the choice.
+def choose_weights(runtime: str, side: str, requested: str | None, weights: ModelWeights) -> WeightFormat:
+    """Returns the format of the matrices of a side, target or draft; requested: None leaves the choice.
 
     Runtime "llvm" then keeps what the checkpoint holds, with formats of their own for embedding and head. On a GPU,
     matrices have the engine's dtype.
@@ -60,8 +60,9 @@ def choose_weights(runtime: str, requested: str | None, weights: ModelWeights) -
         if len(weights.shape(name)) > 1 and not name.endswith(ROUTER) and name not in PLAIN
     }
     of_layers = frozenset[str]().union(*(types for name, types in matrices.items() if name not in ENDS))
-    layers = requested or smallest_format(of_layers)
-    embedding, head = (requested or smallest_format(matrices[name]) if name in matrices else layers for name in ENDS)
+    smallest = partial(smallest_format, is_draft=side == "draft")
+    layers = requested or smallest(of_layers)
+    embedding, head = (requested or smallest(matrices[name]) if name in matrices else layers for name in ENDS)
     if ENDS[1] not in matrices:
         head = embedding
     chosen = WeightFormat(layers, embedding=embedding, head=head)
@@ -80,13 +81,16 @@ def is_held(stored_types: Iterable[str], weight_format: str) -> bool:
     return weight_format == FLOAT32 or all(kind in HELD[weight_format] for kind in stored_types)
 
 
-def smallest_format(stored_types: Iterable[str]) -> str:
+def smallest_format(stored_types: Iterable[str], *, is_draft: bool = False) -> str:
     """Returns the smallest format that represents all of these types exactly.
 
     Types that no format represents count as halves. Halves also serve for mixtures of quantised types that only float32
-    would represent: they round by 1 in 2,048 at most.
+    would represent: they round by 1 in 2,048 at most. A draft's halves become int8, which
+    costs few accepted tokens.
     """
     kinds = {kind if kind in HELD_TYPES else "F16" for kind in stored_types}
+    if is_draft and "F32" not in kinds and not is_held(kinds, INT4):
+        return INT8
     for weight_format in HELD:
         if is_held(kinds, weight_format):
             return weight_format

@@ -51,7 +51,7 @@ class BuildOptions(OptionTable):
         "Store the draft's matrices in this format, for CPUs.",
         STORAGE,
         values=FORMATS,
-        unset="the draft checkpoint's",
+        unset="the draft checkpoint's; int8 for 16 bits",
     )
     compute: str | None = option(
         None, "Multiply inputs as one or two bfloat16 numbers, on CPUs.", STORAGE, values="bf16|bf16x2", unset="bf16"

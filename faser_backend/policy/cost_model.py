@@ -21,6 +21,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from faser_backend.core.decision import WHOLE
+from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.record import StepRecord
 
 DRAFT, TARGET = "draft", "target"
@@ -197,6 +198,7 @@ _FADE = 0.999  # of every weight, per step
 _MACHINE_SHARE = 0.25  # of a surprise about a well-known bucket that the machine's present speed takes
 _FEW_STEPS = 2.5  # until so many were seen, a surprise is the model's error and not the machine's
 _LOG_OUTLIER = math.log(2.0)  # a step that the machine lost to something else says little: it is cut there
+READ_ROWS = 256  # of a prompt that a draft reads at a time; their bucket stands for all of its reading
 _BUCKETS = np.arange(_NUM_BUCKETS)
 _NEARNESS = 16.0 ** -np.abs(np.subtract.outer(_BUCKETS, _BUCKETS))  # [n, n] what a step says about other buckets
 
@@ -318,22 +320,24 @@ class TimeErrors:
             chains, drafting = record.ahead.frontier, known.of(len(plan.drafts), context, partition)
             verify_us += times.lanes_us
         lengths = chains.num_drafted * chains.is_main
-        read_rows, read_us = _reading_of(record, known.costs)
+        read_rows, read_us = _reading_of(TARGET, plan.prefills, known.costs) if plan.prefills else (0, 0.0)
+        if record.num_mixed_rows:  # a call that also verifies reads the weights once
+            read_us -= float(known.costs.call_us(TARGET, WHOLE, 0, 0, 0))
         measured_us = record.step_us - record.draft_prefill_us - record.propose_us + record.overlap_us
         self.observe(TARGET, partition, num_rows + read_rows, verify_us + read_us, measured_us)
         if learns_draft and lengths.any() and record.propose_us:
             draft_us = drafting.chains_us(lengths, is_trimmed=plan.decision.trim is not None)
             self.observe(DRAFT, partition, int(np.count_nonzero(lengths)), draft_us, record.propose_us)
 
+    def observe_draft_reading(self, record: StepRecord, costs: CostModel) -> None:
+        """Compares the time in which the draft read prompts with its prediction."""
+        chunks = record.plan.draft_prefills + record.plan.prefills * record.plan.decision.prefills_draft
+        self.observe(DRAFT, WHOLE, READ_ROWS, _reading_of(DRAFT, chunks, costs)[1], record.draft_prefill_us)
 
-def _reading_of(record: StepRecord, costs: CostModel) -> tuple[int, float]:
-    """Returns the prompt rows that the target read in a step, and the time that is predicted for them."""
-    chunks = record.plan.prefills
-    if not chunks:
-        return 0, 0.0
+
+def _reading_of(model: str, chunks: Sequence[PrefillChunk], costs: CostModel) -> tuple[int, float]:
+    """Returns the prompt rows that a model read in a step, and the time that is predicted for them."""
     num_rows = [chunk.num_tokens for chunk in chunks]
     context = costs.batch_context([chunk.start + 1 for chunk in chunks])
-    call_us = partial(costs.call_us, TARGET, WHOLE, num_logit_rows=0)
-    us = call_us(sum(num_rows), len(num_rows), context, max_rows=max(num_rows))
-    # A call that also verifies reads the weights once.
-    return sum(num_rows), float(us - call_us(0, 0, 0) if record.num_mixed_rows else us)
+    us = costs.call_us(model, WHOLE, sum(num_rows), len(num_rows), context, max_rows=max(num_rows), num_logit_rows=0)
+    return sum(num_rows), float(us)

@@ -41,10 +41,7 @@ class WithoutLearning:
 
 
 class FixedLength(WithoutLearning):
-    """The same number of draft tokens for every request in every step (vLLM's num_speculative_tokens).
-
-    0 is plain decoding.
-    """
+    """The same number of draft tokens for every request and step (vLLM's num_speculative_tokens); 0: plain decoding."""
 
     def __init__(self, num_draft_tokens: int) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -58,7 +55,7 @@ class Goodput(WithoutLearning):
     """The one length for the whole batch that promises most tokens per time, after SmartSpec (arXiv 2406.14066).
 
     With a_b the chance that a drafted token of request b is kept, read from the counts that sequences carry, a round
-    of K drafted tokens emits (1 - a_b^(K+1)) / (1 - a_b) tokens of b; the cost model tells what the round takes.
+    of K drafted tokens emits (1 - a_b^(K+1)) / (1 - a_b) tokens of b (2211.17192, eq. 1) in a predicted time.
     Length 0 is a candidate like any other, so a batch that does not gain does not speculate.
     """
 
@@ -67,16 +64,14 @@ class Goodput(WithoutLearning):
         self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        emitted = expected_tokens(acceptance_rates(sequences), self._lengths).sum(axis=0)  # [K + 1]
+        rates = acceptance_rates(sequences)[:, None]
+        emitted = ((1.0 - rates ** (self._lengths + 1)) / (1.0 - rates)).sum(axis=0)  # [K + 1] tokens
         context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
-        best = int((emitted / self.round_us(len(sequences), context)).argmax())
-        return Decision([best] * len(sequences))
-
-    def round_us(self, num_sequences: int, context: int) -> np.ndarray:
-        """Returns the predicted microseconds [K + 1] of a serial round, for each candidate length."""
-        times, lengths = self._times.of(num_sequences, context, WHOLE), self._lengths
-        draft_us = lengths * times.draft_us[num_sequences] + (lengths > 0) * times.draft_round_us
-        return draft_us + times.verify_us[num_sequences * lengths]
+        size, lengths = len(sequences), self._lengths
+        times = self._times.of(size, context, WHOLE)
+        draft_us = lengths * times.draft_us[size] + (lengths > 0) * times.draft_round_us
+        best = int((emitted / (draft_us + times.verify_us[size * lengths])).argmax())
+        return Decision([best] * size)
 
 
 def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:
@@ -84,11 +79,6 @@ def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:
     accepted, tested = np.array([sequence.server_acceptance for sequence in sequences], np.float64).T  # [B] each
     shared = (accepted.sum() + PRIOR_ACCEPTANCE * PRIOR_TESTS) / (tested.sum() + PRIOR_TESTS)
     return np.minimum((accepted + shared * PRIOR_TESTS) / (tested + PRIOR_TESTS), MAX_ACCEPTANCE)
-
-
-def expected_tokens(rates: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the tokens [B, N] that a round emits, bonus or recovered token included (Leviathan 2211.17192, eq. 1)."""
-    return (1.0 - rates[:, None] ** (lengths + 1)) / (1.0 - rates[:, None])
 
 
 LoadKnowledge = Callable[[], Knowledge]

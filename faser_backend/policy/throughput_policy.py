@@ -25,7 +25,7 @@ from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy import candidates
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
-from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
+from faser_backend.policy.cost_model import DRAFT, READ_ROWS, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.early_exit import EarlyExit, best_exit
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 
@@ -41,7 +41,6 @@ MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
 LEFT_SHARE = 0.5  # expected share of the tokens that requests may still emit, because answers end early
-CHUNK = 256  # tokens of a prompt that the draft reads at a time
 
 
 class ThroughputPolicy:
@@ -57,8 +56,6 @@ class ThroughputPolicy:
         self._errors = TimeErrors(0.0 if self.costs.is_measured else OPTIMISM)
         self._yield = candidates.ChainYield()
         self._predicted = BatchTimesCache(self.costs, MAX_ADAPTIVE_TOKENS)
-        chunk_us = self.costs.call_us(DRAFT, WHOLE, CHUNK, 1, CHUNK, max_rows=CHUNK, num_logit_rows=0)
-        self._draft_read_us = float(chunk_us) / CHUNK  # per token of a prompt
         self._reading_us = 0.0  # of the draft, per emitted token
         self._mean_answer = math.inf  # tokens, of requests that ended before their limit: others tell nothing
         self._weighed: Sequence[RunningSequence] = ()
@@ -146,15 +143,19 @@ class ThroughputPolicy:
         num_left = sum(min(LEFT_SHARE * each.num_remaining_tokens, self._mean_answer) for each in sequences)
         num_emitted = num_left + sum(each.num_output_tokens for each in sequences)
         num_prompt = sum(max(each.num_prompt_tokens - each.stats.num_reused_tokens, 0) for each in sequences)
-        self._reading_us = self._draft_read_us * num_prompt / num_emitted
+        self._reading_us = self._read_us * num_prompt / num_emitted
         return num_left
+
+    @property
+    def _read_us(self) -> float:
+        """Predicted time in which the draft reads a token of a prompt."""
+        us = self.costs.call_us(DRAFT, WHOLE, READ_ROWS, 1, READ_ROWS, num_logit_rows=0) / READ_ROWS
+        return float(us * self._errors.ratios(DRAFT, WHOLE, np.log2(READ_ROWS)))
 
     def _catch_up_us(self, sequences: Sequence[RunningSequence]) -> float:
         """Returns the time in which the draft reads what it has missed; infinity if no request may draft."""
         lags = [each.num_tokens - each.draft_len for each in sequences if each.request.max_draft_tokens != 0]
-        size = len(lags)
-        us = self.costs.call_us(DRAFT, WHOLE, sum(lags), size, self._context, num_logit_rows=size)
-        return float(us) if lags else math.inf
+        return sum(lags) * self._read_us if lags else math.inf
 
     def _consider_exploring(self, sequences: Sequence[RunningSequence], chosen: Score) -> None:
         """Explores drafting while decoding plainly, and plain decoding while drafting."""
@@ -165,9 +166,8 @@ class ThroughputPolicy:
             length = serial.num_draft_tokens
             rows_us = times.verify_us[length * len(drafting)] - times.verify_us[0]
             more_us = float(rows_us + length * times.draft_us[len(drafting)]) + times.draft_round_us
-            is_new = (DRAFT, WHOLE) not in self._errors.known
             catch_up_us = self._catch_up_us([sequences[index] for index in drafting])
-            self._explorer.consider(serial, is_new=is_new, lost_us=more_us, once_us=catch_up_us)
+            self._explorer.consider(serial, is_new=not self._acceptance.num_tests, lost_us=more_us, once_us=catch_up_us)
         else:  # plain decoding loses the tokens that the same time would have brought
             lost_us = plain.step_us * (1.0 - self._speed(plain) / self._speed(chosen))
             self._explorer.consider(plain, is_new=not self._has_decoded_plainly, lost_us=lost_us)
@@ -227,6 +227,8 @@ class ThroughputPolicy:
         if self._num_observed % every == 0:
             self._learn(record, has_drafted=has_drafted)
         self._has_read = record.draft_prefill_us > 0.0
+        if self._has_read and not self.costs.drafts_at_once:
+            self._errors.observe_draft_reading(record, self.costs)
 
     def _learn(self, record: StepRecord, *, has_drafted: bool) -> None:
         """Learns chances, times and the yield of chains from a step."""

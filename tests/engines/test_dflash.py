@@ -212,7 +212,7 @@ def test_rows_of_a_block_that_fill_several_tiles_see_each_other(tmp_path: Path) 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_tables_of_tokens_keep_their_16_bits(tmp_path: Path, dtype: torch.dtype) -> None:
-    options = {"kv_cache_dtype": "fp32", "compute": "bf16x2"}
+    options = {"kv_cache_dtype": "fp32", "compute": "bf16x2", "draft_weights": "fp16"}
     built = BuiltBlocks(tmp_path, dtype=dtype, options=options, **DSPARK)
     stored = weights.WeightFile(built.directory / "draft.safetensors").tensor("markov_w1")
     wanted = built.reference.tensors["markov_head.markov_w1.weight"][:VOCAB_SIZE]

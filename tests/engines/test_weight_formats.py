@@ -63,7 +63,7 @@ def test_the_command_says_what_keys_and_values_are_kept_in(run, tmp_path):
     command = ("build", "--target", source, "--draft", source, "--output", tmp_path / "engine")
     status, said, _ = run(*command)
     assert (
-        status == 0 and "fp32, products bf16, KV cache fp16, target weights fp16, draft weights fp16, context" in said
+        status == 0 and "fp32, products bf16, KV cache fp16, target weights fp16, draft weights int8, context" in said
     )
     status, said, _ = run(*command, "--kv-cache-dtype", "fp32")
     assert status == 0 and "KV cache" not in said

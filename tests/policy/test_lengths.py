@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from faser_backend.core.decision import WHOLE
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks.control_worlds import costs
-from faser_backend.policy.registry import Goodput, acceptance_rates, expected_tokens
+from faser_backend.policy.cost_model import BatchTimesCache
+from faser_backend.policy.registry import Goodput, acceptance_rates
 from tests.support.harness import request
 
 
@@ -14,13 +16,6 @@ def running(num_accepted: int, num_tested: int, count: int = 1) -> list[Sequence
     for sequence in sequences:
         sequence.stats.num_accepted, sequence.stats.num_tested = num_accepted, num_tested
     return sequences
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9])
-def test_expected_tokens_against_a_sum_over_outcomes(rate: float):
-    for length in range(6):
-        by_hand = sum(rate**kept for kept in range(length + 1))
-        assert expected_tokens(np.array([rate]), np.array([length]))[0, 0] == pytest.approx(by_hand)
 
 
 def test_rates_start_from_the_prior_and_follow_the_evidence():
@@ -48,6 +43,7 @@ def test_goodput_is_the_best_static_length_of_its_own_model():
     model = costs(120.0, 900.0, 60.0)
     policy, sequences = Goodput(model, 8), running(70, 100, 6)
     rate = acceptance_rates(sequences)[0]
-    rounds = policy.round_us(6, 3)
+    times = BatchTimesCache(model, 8).of(6, 3, WHOLE)
+    rounds = [times.verify_us[6 * k] + k * times.draft_us[6] + (k > 0) * times.draft_round_us for k in range(9)]
     speed = [6 * sum(rate**i for i in range(k + 1)) / rounds[k] for k in range(9)]
     assert policy.decide(sequences).num_draft_tokens == [int(np.argmax(speed))] * 6
