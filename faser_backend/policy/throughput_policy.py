@@ -227,7 +227,7 @@ class ThroughputPolicy:
         if self._num_observed % every == 0:
             self._learn(record, has_drafted=has_drafted)
         self._has_read = record.draft_prefill_us > 0.0
-        if self._has_read and not self.costs.drafts_at_once:
+        if self._has_read and not (self.costs.drafts_at_once or record.has_clients):
             self._errors.observe_draft_reading(record, self.costs)
 
     def _learn(self, record: StepRecord, *, has_drafted: bool) -> None:
