@@ -35,11 +35,11 @@ class RowBatch:
 
     @property
     def rows_per_sequence(self) -> np.ndarray:  # [B]
-        return np.diff(self.cu_rows)
+        return self.cu_rows[1:] - self.cu_rows[:-1]
 
     @property
     def positions(self) -> np.ndarray:  # [T] of each row in its sequence
-        return np.repeat(self.context_lens - self.cu_rows[:-1], self.rows_per_sequence) + np.arange(self.num_rows)
+        return (self.context_lens - self.cu_rows[:-1]).repeat(self.rows_per_sequence) + np.arange(self.num_rows)
 
 
 @dataclass(slots=True, eq=False)

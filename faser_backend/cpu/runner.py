@@ -8,6 +8,7 @@ block and offset like keys and values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
@@ -52,7 +53,7 @@ class Workspace:
 
     def view(self, name: str, *shape: int) -> np.ndarray:
         """Returns the start of the buffer of this name as an array of this shape."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         buffer = self._buffers.get(name)
         if buffer is None or buffer.size < size:
             capacity = size if buffer is None else max(size, 2 * buffer.size)
@@ -289,14 +290,14 @@ def attention_items(spec: ModelSpec, counts: np.ndarray, rows: RowBatch) -> np.n
     heads_per_kv = spec.num_heads // spec.num_kv_heads
     most_rows = tile_rows(heads_per_kv)
     tiles = np.maximum(-(-counts // most_rows), 1)  # one also without rows: more items mean that rows are shared
-    sequences = np.repeat(np.arange(counts.size), tiles)
-    first = (np.arange(sequences.size) - (np.cumsum(tiles) - tiles)[sequences]) * most_rows
+    sequences = np.arange(counts.size).repeat(tiles)
+    first = (np.arange(sequences.size) - (tiles.cumsum() - tiles)[sequences]) * most_rows
     num_rows = np.minimum(counts[sequences] - first, most_rows)
     times = (num_rows * heads_per_kv + PAIRS_TO_READ) * (rows.context_lens[sequences] + first + num_rows)
-    order = np.repeat(np.argsort(-times, kind="stable"), spec.num_kv_heads)
+    order = (-times).argsort(kind="stable").repeat(spec.num_kv_heads)
     kv_heads = np.arange(order.size) % spec.num_kv_heads
     columns = (sequences[order], kv_heads, (rows.cu_rows[sequences] + first)[order], num_rows[order])
-    return np.stack(columns, axis=1).astype(np.int64)
+    return np.array(columns, np.int64).T.copy()
 
 
 def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:
@@ -324,4 +325,4 @@ def blocks_and_offsets(rows: RowBatch, kv_block_size: int) -> tuple[np.ndarray, 
     """Returns each row's block and its offset in it, [T] both."""
     counts = rows.rows_per_sequence
     blocks, offsets = np.divmod(rows.positions, kv_block_size)
-    return rows.block_tables[np.repeat(np.arange(counts.size), counts), blocks], offsets
+    return rows.block_tables[np.arange(counts.size).repeat(counts), blocks], offsets

@@ -25,7 +25,7 @@ def accept_matches(frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray)
     cu_rows [B + 1] of the rows that went through the whole target, 1 to num_drafted + 1 of each sequence. The emitted
     tokens are the target's own draws, so they do not depend on what was drafted or pruned.
     """
-    num_columns, num_kept = frontier.drafted.shape[1], np.diff(cu_rows)
+    num_columns, num_kept = frontier.drafted.shape[1], cu_rows[1:] - cu_rows[:-1]
     tokens = sampled[_padded_rows(cu_rows, num_kept, num_columns + 1)]  # [B, K + 1]
     num_tested = np.minimum(frontier.num_drafted, num_kept)
     num_accepted = _leading(tokens[:, :-1] == frontier.drafted, num_tested)
@@ -51,7 +51,7 @@ def accept_by_rejection(
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs
     assert draft_probs is not None, "rejection sampling needs the draft's probabilities"
-    num_kept = np.diff(cu_rows)
+    num_kept = cu_rows[1:] - cu_rows[:-1]
     rows = _padded_rows(cu_rows, num_kept, num_columns + 1)
     p = target_probs[rows[:, :-1], frontier.drafted]  # [B, K]
     q = _drafted_probs(frontier, draft_probs)

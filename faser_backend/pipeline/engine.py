@@ -241,31 +241,25 @@ class Engine:
         metrics.num_emitted += sum(len(output.token_ids) for output in outputs)
 
     def _count_round(self, record: StepRecord) -> None:
-        metrics = self._metrics
-        metrics.num_drafted += int(record.frontier.num_drafted.sum())
-        accepted = record.acceptance.num_accepted
+        metrics, frontier, accepted = self._metrics, record.frontier, record.acceptance.num_accepted
+        metrics.num_drafted += int(frontier.num_drafted.sum())
         metrics.num_accepted += int(accepted.sum())
-        metrics.num_drafts += int(np.count_nonzero(record.frontier.num_drafted))
+        metrics.num_drafts += int(np.count_nonzero(frontier.num_drafted))
         for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
             metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
-        self._count_sources(record)
-        metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
+        proposer = self.step_runner.proposer
+        main = "model" if proposer is None else proposer.main_source
+        sums = (np.bincount(frontier.sources, each, len(SOURCES)) for each in (frontier.num_drafted, accepted))
+        for source, of_source_drafted, of_source_accepted in zip((main, *SOURCES[1:]), *sums, strict=True):
+            metrics.num_drafted_by_source[source] += int(of_source_drafted)
+            metrics.num_accepted_by_source[source] += int(of_source_accepted)
+        metrics.num_pruned += int((frontier.num_rows - record.verification.num_kept).sum())
         decision = record.plan.decision
-        is_plain = not record.frontier.num_drafted.any() and not record.plan.drafts
+        is_plain = not frontier.num_drafted.any() and not record.plan.drafts
         metrics.num_steps_by_kind[PLAIN if is_plain else decision.mode.value] += 1
         if decision.num_draft_tokens:  # a step of new sequences alone comes without a decision
             metrics.tokens_per_second = 1e6 * decision.tokens_per_us
         metrics.num_row_layers += record.verification.num_row_layers
-
-    def _count_sources(self, record: StepRecord) -> None:
-        """Counts draft tokens by source: the engine's drafter, n-grams beside it, the client."""
-        proposer, frontier = self.step_runner.proposer, record.frontier
-        main = "model" if proposer is None else proposer.main_source
-        metrics = self._metrics
-        for source, name in enumerate((main, *SOURCES[1:])):
-            rows = frontier.sources == source
-            metrics.num_drafted_by_source[name] += int(frontier.num_drafted[rows].sum())
-            metrics.num_accepted_by_source[name] += int(record.acceptance.num_accepted[rows].sum())
 
     def metrics(self) -> EngineMetrics:
         """Returns the live metrics. On another thread than the step's they may be one step old."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 
@@ -55,8 +56,7 @@ def token_range_rows(
 
 def piece_rows(pieces: list[np.ndarray], starts: list[int], block_tables: np.ndarray, *, with_logits: bool) -> RowBatch:
     """Returns rows for the tokens of each piece, whose first token is at position start."""
-    cu_rows = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([piece.size for piece in pieces], out=cu_rows[1:])
+    cu_rows = np.array([*accumulate((piece.size for piece in pieces), initial=0)])
     return RowBatch(
         token_ids=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),
         cu_rows=cu_rows,
@@ -76,7 +76,7 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
     """Returns rows for the anchor and the verified draft tokens of each sequence, with logits on every row."""
     counts = frontier.num_rows
     cu_rows = np.zeros(len(batch) + 1, np.int64)
-    np.cumsum(counts, out=cu_rows[1:])
+    counts.cumsum(out=cu_rows[1:])
     chains = np.empty((len(batch), frontier.drafted.shape[1] + 1), np.int64)  # [B, 1 + K]
     chains[:, 0] = [seq.token_ids[seq.num_tokens - 1] for seq in batch.sequences]
     chains[:, 1:] = frontier.drafted
@@ -107,7 +107,7 @@ def mixed_rows(rows: RowBatch, prompts: RowBatch) -> RowBatch:
 
 def verify_sampling_rows(batch: DecodeBatch, frontier: Frontier, cu_rows: np.ndarray) -> SamplingRows:
     """Returns sampling rows: row j of sequence b draws position num_tokens[b] + j, after drafted[b, :j]."""
-    sequence = np.repeat(np.arange(len(batch)), cu_rows[1:] - cu_rows[:-1])
+    sequence = np.arange(len(batch)).repeat(cu_rows[1:] - cu_rows[:-1])
     offsets = np.arange(sequence.shape[0]) - cu_rows[sequence]
     return SamplingRows(
         batch.slots[sequence], batch.num_tokens[sequence] + offsets, sequence, offsets, frontier.drafted

@@ -22,7 +22,7 @@ Nothing is checked: shapes and offsets that do not fit access foreign memory.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import numba
 import numpy as np
@@ -65,6 +65,7 @@ def code_of(weight_format: str, compute: str = TWO_PARTS) -> int:
     return COMPUTES.index(compute) * len(FORMATS) + FORMATS.index(weight_format)
 
 
+@lru_cache(256)
 def packed_size(num_inputs: int, num_rows: int) -> int:
     """Returns the floats that `pack` writes for so many rows, at most, with any code."""
     return max(
