@@ -209,7 +209,7 @@ class Vllm(OpenAiPeer):
     def __init__(self, setting: Setting, name: str, options: Sequence[str]) -> None:
         (port,) = free_ports(1)
         own = ["-m", VLLM_MODULE, "--model", setting.files.checkpoint, "--host", "127.0.0.1", "--port", port]
-        own += ["--served-model-name", "target", "--dtype", "float16", "--max-model-len", setting.slot_context]
+        own += ["--served-model-name", "target", "--dtype", "bfloat16", "--max-model-len", setting.slot_context]
         own += ["--max-num-seqs", setting.num_slots, "--no-enable-prefix-caching", *options]
         super().__init__(
             [VLLM_PYTHON, *own], port, setting.log(name), VLLM_START_S, VLLM_CPU_KVCACHE_SPACE=1,
@@ -336,7 +336,7 @@ PIECES = {
     "vllm": Piece(
         "fp16", Vllm, {"vLLM": (), "vLLM, n-grams": ("--speculative-config", json.dumps(VLLM_NGRAMS))},
         VLLM_PYTHON, _INSTALL + "vllm",
-        "vllm-cpu 0.32.0, its OpenAI server, float16, prefix cache off. It does not say per answer what it accepted.",
+        "vllm-cpu 0.32.0, its OpenAI server, bfloat16, prefix cache off. It does not say per answer what it accepted.",
     ),
     "openvino": Piece(
         "fp16", OpenVino,
