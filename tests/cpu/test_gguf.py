@@ -152,8 +152,7 @@ def test_exit_scores_are_of_the_heads_format(tmp_path: Path) -> None:
 )
 def test_without_a_wish_the_smallest_format_that_holds_the_file_is_taken(kinds: tuple[str, ...], chosen: str) -> None:
     assert smallest_format(kinds) == chosen
-    of_draft = chosen if chosen == "int4" or "F32" in kinds else "int8"
-    assert smallest_format(kinds, is_draft=True) == of_draft
+    assert smallest_format(kinds, is_draft=True) == (chosen if chosen == "int4" or "F32" in kinds else "int8")
 
 
 @pytest.mark.parametrize(

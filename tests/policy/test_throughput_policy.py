@@ -42,6 +42,7 @@ LEAST_SHARES = {
     "one easy request": 1.0,
     "free split, 8": 1.05,
     "cold start, memory bound, 8": 0.8,
+    "cold start, head, long prompts, 4": 0.88,
     "mixed 0.9/0.6, 8": 0.97,
     "bursts": 0.97,
     "noise, nearly a tie, 4": 0.95,
