@@ -12,7 +12,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.serving.runtimes import open_runtime
 from tests.cuda import test_torch_eagle3
 from tests.engines.test_eagle3 import MAX_ERROR, NUM_BLOCKS, Built, check_rows_on_features
-from tests.pipeline.test_eagle3_drafting import checked, make_requests, open_engine, prune, tokens_of
+from tests.pipeline.test_eagle3_drafting import check_chains, make_requests, open_engine, prune
 from tests.support.harness import drive
 from tests.support.ort_engines import graphs_are_engines
 from tests.support.tiny_models import VOCAB_SIZE, largest_error
@@ -30,11 +30,6 @@ def _graphs_are_engines() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(tmp_path_factory.mktemp("chains"), runtime=RUNTIME, exit_layers=(4,))
-
-
-@pytest.fixture(scope="module")
-def plain(built: Built) -> dict[str, list[int]]:
-    return tokens_of(built, "none", make_requests(5, is_greedy=True))
 
 
 class Runners(test_torch_eagle3.Runners):
@@ -70,35 +65,19 @@ def test_half_precision_heads_run(tmp_path: Path) -> None:
     assert MAX_ERROR < np.abs(logits[is_known] - wanted[is_known]).max() < 0.1
 
 
-def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built, plain: dict[str, list[int]]) -> None:
+def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built) -> None:
     """The pool holds one full context, so sequences are preempted."""
-    engine, checker = checked(built, "fixed:4", num_kv_blocks=32)
-    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
-    assert engine.metrics().num_preemptions > 0
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
-    assert tokens == plain
+    assert check_chains(built, make_requests(5, is_greedy=True), "fixed:4", num_kv_blocks=32).num_preemptions > 0
 
 
-def test_calls_that_no_shape_holds_are_no_different(
-    built: Built, plain: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_calls_that_no_shape_holds_are_no_different(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such calls share a context, and each has its own hidden states."""
     monkeypatch.setattr("faser_backend.cuda.call_shapes.menu_shapes", lambda *_: [])
-    engine, checker = checked(built, "fixed:4")
-    assert drive(engine, make_requests(5, is_greedy=True)).tokens == plain
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
+    check_chains(built, make_requests(5, is_greedy=True), "fixed:4")
 
 
-def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built, plain: dict[str, list[int]]) -> None:
-    engine, checker = checked(built, "fixed:5")
-    prune(engine)
-    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
-    assert engine.metrics().num_pruned > 0
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
-    assert tokens == plain
+def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built) -> None:
+    assert check_chains(built, make_requests(5, is_greedy=True), "fixed:5", prune).num_pruned > 0
 
 
 # -- negative controls ----------------------------------------------------------------------------------

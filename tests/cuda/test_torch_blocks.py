@@ -14,9 +14,8 @@ from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS
 from faser_backend.cuda.torch_programs import TorchPrograms
 from tests.cuda.test_memory_plan import captured_bytes, planned
 from tests.engines.test_dflash import BLOCK_SIZE, CASES, MASK_ID, MAX_ERROR, Runners, largest_error, notices_faults
-from tests.pipeline.test_eagle3_drafting import checked, make_requests, tokens_of
+from tests.pipeline.test_eagle3_drafting import check_chains, make_requests, tokens_of
 from tests.support.block_models import KINDS, BuiltBlocks
-from tests.support.harness import drive
 from tests.support.tiny_models import make_rows
 from tests.support.torch_engines import CPU
 
@@ -96,11 +95,8 @@ def test_engines_draft_the_reference_s_blocks_and_emit_plain_tokens(
 ) -> None:
     """With few blocks, sequences are preempted."""
     requests = make_requests(is_greedy=True, num_shared=9)  # the others have a tie within a rounding
-    engine, checker = checked(either, "fixed:4", **options)
-    assert drive(engine, requests).tokens == tokens_of(either, "none", requests)
-    assert (engine.metrics().num_preemptions > 0) == ("num_kv_blocks" in options)
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
+    metrics = check_chains(either, requests, "fixed:4", **options)
+    assert (metrics.num_preemptions > 0) == ("num_kv_blocks" in options)
 
 
 def test_sampled_tokens_are_those_of_plain_decoding(either: BuiltBlocks) -> None:

@@ -19,12 +19,12 @@ from faser_backend.core.request import Request, Sampling
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.runtime import CudaRuntime
 from faser_backend.engines.build import build_engines
+from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from tests.cuda.test_draft_loop import recorded_frontiers
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
-from tests.pipeline.test_eagle3_drafting import checked, make_requests, open_engine, prune, tokens_of
+from tests.pipeline.test_eagle3_drafting import check_chains, in_lengths, make_requests, open_engine, prune, tokens_of
 from tests.support.eagle3_models import HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
-from tests.support.forcing import Forced, in_turns
 from tests.support.harness import drive
 from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
 
@@ -118,15 +118,12 @@ def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 def test_every_chain_is_the_reference_s(
     random: Built, lengths: tuple[int, ...], options: dict[str, object], has_loops: bool
 ) -> None:
-    engine, checker = checked(random, "fixed:4", **options)
-    scheduler = engine.step_runner.scheduler
-    scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-    assert isinstance(engine.step_runner.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
-    tokens = drive(engine, make_requests(5, is_greedy=True)).tokens
-    assert (engine.metrics().num_preemptions > 0) == bool(options)
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
-    assert tokens == tokens_of(random, "none", make_requests(5, is_greedy=True))
+    def prepare(engine: Engine) -> None:
+        in_lengths(*lengths)(engine)
+        assert isinstance(engine.step_runner.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
+
+    metrics = check_chains(random, make_requests(5, is_greedy=True), "fixed:4", prepare, **options)
+    assert (metrics.num_preemptions > 0) == bool(options)
 
 
 @pytest.mark.parametrize("name", ["built", "random"])

@@ -36,7 +36,7 @@ from tests.support.openai_cases import (
     SOME_VALUE,
     WEATHER,
     Field,
-    written,
+    with_table,
 )
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
@@ -53,7 +53,7 @@ class Api(NamedTuple):
 
 @pytest.fixture(scope="module")
 def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("openai"), max_context=1024)
+    return build_pair(tmp_path_factory.mktemp("openai"), max_context=4096)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_every_field_is_tested_and_on_the_page():
     for body in FIELDS:
         assert set(FIELDS[body]) == {field.alias or name for name, field in body.model_fields.items()}
     docs = DOCS.read_text(encoding="utf-8")
-    assert docs == written(docs)
+    assert docs == with_table(docs)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------
@@ -322,9 +322,9 @@ def schema_of(kind: str) -> dict[str, Any]:
         (CompletionBody, {"prompt": [7, 10**30]}, "prompt", "must lie in [0, "),
         (ResponsesBody, {"input": [{"role": "user"}]}, "input[0].content", "is required"),
         (ChatBody, {"max_tokens": 100_000}, "max_tokens", "context"),
-        (CompletionBody, {"prompt": [7] * 1024}, "prompt", "context"),
+        (CompletionBody, {"prompt": [7] * 4096}, "prompt", "context"),
         (CompletionBody, {"prompt": "x" * (1 << 20)}, "prompt", "bytes"),
-        (ResponsesBody, {"input": "x " * 1500}, "input", "context"),
+        (ResponsesBody, {"input": "x " * 6000}, "input", "context"),
         (ChatBody, {"messages": [{"role": "user", "content": "x" * (1 << 20)}]}, "messages", "bytes"),
     ],
 )
@@ -339,7 +339,7 @@ def test_an_error_names_its_field(api: Api, body: type, fields: dict[str, Any], 
 def test_a_full_queue_asks_for_patience(api: Api):
     before = metric(*(counted := (api.served.metrics_port, "vllm:request_success_total", "error")))
     with pytest.raises(openai.RateLimitError, match="Maximum queue size of 64") as refusal:
-        ask(api, CompletionBody, prompt=[7, 8], max_tokens=400, n=128, ignore_eos=True)
+        ask(api, CompletionBody, prompt=[7, 8], max_tokens=3000, n=128, ignore_eos=True)
     assert (refusal.value.code, refusal.value.param) == ("queue_full", None)
     assert refusal.value.response.headers["retry-after"] == "1"
     while metric(*counted) <= before:  # reported every few steps; the timeout of tests ends it
@@ -383,7 +383,7 @@ def test_a_body_that_is_none_gets_one_error(api: Api, sent: bytes):
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_a_client_that_goes_away_frees_its_blocks_at_once(api: Api, is_streamed: bool):
     wait_for_free_blocks(api.served.metrics_port)
-    body = {"prompt": [5, 6], "max_tokens": 400, "ignore_eos": True, "num_draft_tokens": 0, "n": 16}
+    body = {"prompt": [5, 6], "max_tokens": 3000, "ignore_eos": True, "num_draft_tokens": 0, "n": 16}
     data = json.dumps(body | {"stream": is_streamed}).encode()
     lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {len(data)}"]
     head = "".join(line + "\r\n" for line in [*lines, ""])

@@ -5,7 +5,9 @@ What they draft equals a dense reference, what they emit plain decoding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +18,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
-from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.engine import Engine, EngineMetrics
 from faser_backend.policy.calibration import DrafterChoice
 from faser_backend.serving.compose import build_engine
 from tests.engines.test_eagle3 import Built
@@ -90,6 +92,34 @@ def checked(built: AnyBuilt, policy: str, **options: object) -> tuple[Engine, Ch
     return engine, checker
 
 
+def check_chains(
+    built: AnyBuilt,
+    requests: list[Request],
+    policy: str,
+    prepare: Callable[[Engine], None] = lambda engine: None,
+    **options: object,
+) -> EngineMetrics:
+    """Asserts that chains are the reference's, and tokens those of plain decoding."""
+    engine, checker = checked(built, policy, **options)
+    prepare(engine)
+    tokens = drive(engine, requests).tokens
+    metrics = engine.metrics()
+    engine.close()
+    assert checker.num_equal == checker.num_chains > 20
+    assert tokens == tokens_of(built, "none", requests)
+    return metrics
+
+
+def in_lengths(*lengths: int) -> Callable[[Engine], None]:
+    """Lets an engine's steps draft these lengths in turns."""
+
+    def prepare(engine: Engine) -> None:
+        scheduler = engine.step_runner.scheduler
+        scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
+
+    return prepare
+
+
 def prune(engine: Engine, **decisions: bool) -> None:
     """Lets half of the drafted rows leave at the exit."""
     scheduler = engine.step_runner.scheduler
@@ -107,14 +137,8 @@ def prune(engine: Engine, **decisions: bool) -> None:
     ],
 )
 def test_every_chain_is_the_reference_s(built: AnyBuilt, lengths: tuple[int, ...], options: dict[str, object]) -> None:
-    engine, checker = checked(built, "fixed:4", **options)
-    scheduler = engine.step_runner.scheduler
-    scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-    drive(engine, make_requests(is_greedy=True))
-    assert (engine.metrics().num_preemptions > 0) == bool(options)
-    engine.close()
-    assert checker.num_chains > 20
-    assert checker.num_equal == checker.num_chains
+    metrics = check_chains(built, make_requests(is_greedy=True), "fixed:4", in_lengths(*lengths), **options)
+    assert (metrics.num_preemptions > 0) == bool(options)
 
 
 def test_chains_beside_look_ups_are_the_reference_s(built: AnyBuilt, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,14 +202,8 @@ def test_prefixes_that_are_reused_are_drafted_behind(built: AnyBuilt) -> None:
 def test_rows_that_leave_at_an_exit_leave_no_hole(built: AnyBuilt, prefills_draft: bool) -> None:
     """A pruned row has the features of the layers before the exit alone; its token is not committed with it. And a
     head that has read no prompt catches up before it drafts."""
-    requests = make_requests(is_greedy=True)
-    engine, checker = checked(built, "fixed:5")
-    prune(engine, prefills_draft=prefills_draft)
-    tokens = drive(engine, requests).tokens
-    assert engine.metrics().num_pruned > 0
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 20
-    assert tokens == tokens_of(built, "none", requests)
+    pruning = partial(prune, prefills_draft=prefills_draft)
+    assert check_chains(built, make_requests(is_greedy=True), "fixed:5", pruning).num_pruned > 0
 
 
 @pytest.mark.parametrize("policy", ["fixed:4", "goodput", "survival", "faser", "gp-lcb"])

@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -222,11 +222,10 @@ def _by_spec(models: tuple[ModelConfig, ...], side: str) -> Iterator[tuple[Trito
         yield spec, "the three" if len(names) == 3 else ", ".join(names)
 
 
-def written(docs: str) -> str:
-    """Returns the page with the current tables."""
-    before, _, rest = docs.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n" + "\n".join(table_lines()) + f"{END}{after}"
+def written(docs: str, begin: str = BEGIN, lines: Iterable[str] | None = None, end: str = END) -> str:
+    """Returns the page with the current lines between its marks, those of the tensors unless others are given."""
+    between = "\n".join(table_lines() if lines is None else lines)
+    return f"{docs.partition(begin)[0]}{begin}\n{between}{end}{docs.partition(end)[2]}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
+from tests.support.conformance_cases import written
 
 DOCS = Path(__file__).parents[2] / "docs" / "openai.md"
 BEGIN, END = "<!-- fields: written by tests/support/openai_cases.py -->", "<!-- end of fields -->"
@@ -132,12 +133,10 @@ def table_lines() -> list[str]:
     return ["| fields | endpoints | support |", "|---|---|---|", *lines, ""]
 
 
-def written(docs: str) -> str:
+def with_table(docs: str) -> str:
     """Returns the page with the current table."""
-    before, _, rest = docs.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n" + "\n".join(table_lines()) + f"{END}{after}"
+    return written(docs, BEGIN, table_lines(), END)
 
 
 if __name__ == "__main__":
-    DOCS.write_text(written(DOCS.read_text(encoding="utf-8")), encoding="utf-8")
+    DOCS.write_text(with_table(DOCS.read_text(encoding="utf-8")), encoding="utf-8")

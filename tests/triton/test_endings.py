@@ -35,14 +35,14 @@ from tests.support.served import Served, on_free_ports, serve
 from tests.support.serving_pair import build_pair
 
 PROMPT = "def f(x):\n"
-NUM_TOKENS, NUM_STREAMS = 1200, 4
+NUM_TOKENS, NUM_STREAMS = 4000, 4  # for seconds: a client of a busy machine still finds them in progress
 SLOW_S = 3.0  # for which the engine hardly runs: longer than Triton waits by itself before it unloads
 LIMIT_S = 2  # of silence, after which a process is killed
 
 
 @pytest.fixture(scope="module")
 def engine_dir(tmp_path_factory) -> Path:
-    return build_pair(tmp_path_factory.mktemp("endings"), max_context=2048)
+    return build_pair(tmp_path_factory.mktemp("endings"), max_context=4096)
 
 
 class Clients:
