@@ -61,13 +61,6 @@ def exit_scores(hidden: torch.Tensor, head: torch.Tensor, candidates: torch.Tens
         reference.exit_scores(hidden, head, candidates, out)
     elif out.numel():
         on_grid(exit_scores_kernel, num_rows, -(-num_candidates // BLOCK_C))(
-            hidden,
-            head,
-            candidates,
-            hidden_size,
-            num_candidates,
-            out,
-            BLOCK_C=BLOCK_C,
-            BLOCK_D=BLOCK_D,
-            num_warps=NUM_WARPS,
-        )
+            hidden, head, candidates, hidden_size, num_candidates, out,
+            BLOCK_C=BLOCK_C, BLOCK_D=BLOCK_D, num_warps=NUM_WARPS,
+        )  # fmt: skip

@@ -88,16 +88,7 @@ def perturb_logits(
     check_tensor("out", out, (num_rows, vocab_size), torch.float32)
     if num_rows:
         on_grid(perturb_logits_kernel, num_rows, -(-vocab_size // BLOCK_V))(
-            logits,
-            table,
-            keys,
-            positions,
-            scale,
-            is_random,
-            vocab_size,
-            out,
-            LOG2_SIZE=log2_size,
-            BLOCK_V=BLOCK_V,
-            num_warps=NUM_WARPS,
+            logits, table, keys, positions, scale, is_random, vocab_size, out,
+            LOG2_SIZE=log2_size, BLOCK_V=BLOCK_V, num_warps=NUM_WARPS,
             enable_fp_fusion=False,  # rounds products as the host does
-        )
+        )  # fmt: skip

@@ -90,19 +90,6 @@ def rotate_heads(
         reference.rotate_heads(qkv, positions, cos, sin, q_norm, k_norm, eps, num_heads, out)
     elif num_rows:
         on_grid(rotate_heads_kernel, num_rows, -(-num_rotated // HEADS))(
-            qkv,
-            positions,
-            cos,
-            sin,
-            q_norm,
-            k_norm,
-            eps,
-            qkv.stride(0),
-            num_heads,
-            num_rotated,
-            out,
-            HALF=half,
-            BLOCK_H=triton.next_power_of_2(half),
-            HEADS=HEADS,
-            num_warps=NUM_WARPS,
-        )
+            qkv, positions, cos, sin, q_norm, k_norm, eps, qkv.stride(0), num_heads, num_rotated, out,
+            HALF=half, BLOCK_H=triton.next_power_of_2(half), HEADS=HEADS, num_warps=NUM_WARPS,
+        )  # fmt: skip

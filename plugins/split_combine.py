@@ -69,18 +69,10 @@ def combine_splits(mixed_parts: torch.Tensor, stat_parts: torch.Tensor, cu_rows:
     """Computes out [T, H, hd] from float32 mixed_parts [T, H, num_splits, hd], stat_parts [T, H, num_splits, 2]."""
     num_rows, num_heads, num_splits, head_dim = mixed_parts.shape
     on_grid(combine_splits_kernel, num_rows, num_heads)(
-        mixed_parts,
-        stat_parts,
-        cu_rows,
-        cu_rows.shape[0] - 1,
-        out,
-        num_splits=num_splits,
-        HEAD_DIM=head_dim,
-        BLOCK_S=triton.next_power_of_2(num_splits),
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        num_warps=NUM_WARPS,
+        mixed_parts, stat_parts, cu_rows, cu_rows.shape[0] - 1, out, num_splits=num_splits, HEAD_DIM=head_dim,
+        BLOCK_S=triton.next_power_of_2(num_splits), BLOCK_D=triton.next_power_of_2(head_dim), num_warps=NUM_WARPS,
         enable_fp_fusion=False,  # as in the first step
-    )
+    )  # fmt: skip
 
 
 def empty_parts(q: torch.Tensor, num_splits: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,6 +63,13 @@ class StepPlan:
     num_reused_blocks: int = 0  # by the admissions of this step
     preempted: list[tuple[Sequence, int]] = field(default_factory=list)  # and the slot they gave up
 
+    def sort_decodes(self) -> None:
+        """Puts the sequences of one adapter side by side: a call then reads its matrices once."""
+        if any(each.adapter for each in self.decodes):
+            order = sorted(range(len(self.decodes)), key=lambda row: self.decodes[row].request.lora_name)
+            self.decodes = [self.decodes[row] for row in order]
+            self.num_draft_tokens = [self.num_draft_tokens[row] for row in order]
+
     @property
     def is_empty(self) -> bool:
         return not (self.decodes or self.drafts or self.prefills)

@@ -53,10 +53,6 @@ class BlockManager:
         """Blocks that an allocation can take: free ones and cached ones."""
         return self._num_free + len(self._cached)
 
-    @property
-    def num_cached_blocks(self) -> int:
-        return len(self._cached)
-
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 

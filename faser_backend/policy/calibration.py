@@ -6,7 +6,7 @@ factors of a chain's survival.
 
 The chance of a draft token of request i with margin m is sigmoid(logit c(m) + offset_i). Each source of chains has its
 own curve c. The offset has a normal prior and is updated with every test, as in online logistic regression:
-precision += sum p (1 - p), offset += sum (y - p) / precision.
+precision += sum p (1 - p), offset += sum (y - p) / precision. It begins at 0, or at the mean of its adapter's.
 
 `DrafterChoice` chooses between two drafters of a request the one whose chain is worth more tokens. A look-up costs next
 to nothing, so it comes first, and its chain says how many of its tokens agree: its chances are known. What the draft
@@ -42,6 +42,7 @@ _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
 OFFSET_STD = 0.6  # of the prior: requests' acceptance differs by 7 to 15 points
 _PRIOR_PRECISION = OFFSET_STD**-2
+_ADAPTER_RATE, _MOST_ADAPTERS = 0.02, 1024  # of a request's offset in its adapter's, per step
 _CHAINS_FADE = 0.99  # by chain, of the shares of sources
 _MOST_PRECISION = _PRIOR_PRECISION + 25.0  # about 150 tests: a text may change
 
@@ -171,6 +172,7 @@ class AcceptanceModel:
         self._calibrations = [MatchCalibration(known if source == MAIN else None) for source in range(CLIENT)]
         self._num_chains = np.eye(CLIENT)[MAIN]  # by source, older ones faded
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
+        self._begins: dict[str, float] = {}  # offsets of new requests, by adapter
         self.num_tests = 0
 
     @property
@@ -190,14 +192,19 @@ class AcceptanceModel:
 
     def offsets(self, sequences: Sequence[RunningSequence]) -> np.ndarray:
         """Returns the offset [B] of each request. Forgets the requests that are gone."""
-        known = self._requests
-        if len(known) > 2 * len(sequences) + 16:
-            self._requests = known = {each: known[each] for each in sequences if each in known}
-        return np.array([known[each][0] if each in known else 0.0 for each in sequences])
+        if len(self._requests) > 2 * len(sequences) + 16:
+            self._requests = {each: self._requests[each] for each in sequences if each in self._requests}
+            self._begins = dict([*self._begins.items()][-_MOST_ADAPTERS:])
+        return np.array([self._state(each)[0] for each in sequences])
+
+    def _state(self, sequence: RunningSequence) -> tuple[float, float]:
+        """Returns offset and precision of a request; a new one begins where its adapter's requests are."""
+        begin = self._begins.get(sequence.request.lora_name, 0.0)
+        return self._requests.get(sequence, (begin, _PRIOR_PRECISION))
 
     def observe(self, record: StepRecord) -> None:
         """Learns from the tests of the server's own drafts in a step."""
-        frontier, known, fresh = record.frontier, self._requests, (0.0, _PRIOR_PRECISION)
+        frontier = record.frontier
         if frontier.margins is None or frontier.margins.shape[1] == 0:
             return
         columns = np.arange(frontier.margins.shape[1])
@@ -206,13 +213,17 @@ class AcceptanceModel:
             sequences, margins = [record.plan.decodes[row] for row in rows], frontier.margins[rows]
             num_accepted = record.acceptance.num_accepted[rows]
             num_tested = np.minimum(num_accepted + 1, record.num_testable[rows])
-            offset, precision = np.array([known.get(each, fresh) for each in sequences]).T
+            offset, precision = np.array([self._state(each) for each in sequences]).T
             chances = sigmoid(calibration.curve.logits(margins) + offset[:, None]) * (columns < num_tested[:, None])
             expected = chances.sum(axis=1)
             precision = np.minimum(precision + expected - (chances * chances).sum(axis=1), _MOST_PRECISION)
             # Accepted tokens are all tested: the sum of y - p is their number less the sum of p.
             offset = offset + (num_accepted - expected) / precision
-            known.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
+            self._requests.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
+            for each, found in zip(sequences, offset.tolist(), strict=True):
+                if name := each.request.lora_name:
+                    begin = self._begins.get(name, 0.0)
+                    self._begins[name] = begin + _ADAPTER_RATE * (found - begin)
             calibration.observe(margins, num_accepted, num_tested)
             self.num_tests += int(num_tested.sum())
             count = np.count_nonzero(frontier.num_drafted[rows])
@@ -258,5 +269,5 @@ class DrafterChoice:
 
     def observe(self, source: int, is_sampled: bool, margins: np.ndarray, num_accepted: int, num_tested: int) -> None:
         """Learns from one chain with margins [K]."""
-        counts = np.array([num_accepted]), np.array([num_tested])
-        self.calibrations[source, int(is_sampled)].observe(margins[None], *counts)
+        calibration = self.calibrations[source, int(is_sampled)]
+        calibration.observe(margins[None], np.array([num_accepted]), np.array([num_tested]))

@@ -188,8 +188,7 @@ class CostModel:
 
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------
 
-_CONTEXT_STEP = 32  # tokens, and more for long contexts: to such multiples contexts are rounded up, so that
-# predictions hold for some steps
+_CONTEXT_STEP = 32  # tokens, more for long contexts: contexts are rounded up, so that predictions hold for some steps
 _MAX_TIMES = 512  # batches whose predicted times are kept, some kB each: working one out takes 0.1 to 0.2 ms
 
 _NUM_BUCKETS = 14  # powers of two of rows

@@ -94,15 +94,9 @@ def predicted_saving_us(costs: CostModel, exit_: ExitCalibration, score: Score, 
     if not score.floor:  # confidence trimming has not taken the least likely rows already
         share, retention = exit_.pruned_share(num_drafted / size), exit_.retention
     num_rows, num_pruned = size + num_drafted, share * num_drafted
-    before, after = costs.call_us(
-        TARGET,
-        score.partition,
-        np.array([num_rows, num_rows - num_pruned]),
-        size,
-        context,
-        max_rows=math.ceil(num_rows / size),
-        first_segment=exit_.segment + 1,
-    )
+    counts, most_rows = np.array([num_rows, num_rows - num_pruned]), math.ceil(num_rows / size)
+    where = {"max_rows": most_rows, "first_segment": exit_.segment + 1}
+    before, after = costs.call_us(TARGET, score.partition, counts, size, context, **where)
     saved_us = float(before - after) + num_pruned * costs.overhead.step_row_us
     lost_us = (1.0 - retention) * max(score.num_tokens - size, 0.0) / score.tokens_per_us
     return saved_us - lost_us - float(costs.overhead.exit(num_rows))

@@ -69,6 +69,7 @@ class Scheduler:
             decision = Decision([], prefills_draft=self._prefills_draft)
         plan = StepPlan(decision, in_flight)
         self._plan_decodes(plan, ready)
+        plan.sort_decodes()
         if not plan.preempted:
             self._admit(plan)
         self._plan_prefills(plan)
@@ -225,8 +226,7 @@ class Scheduler:
         slots = [sequence.slot for sequence in self.running]
         assert sorted(slots + self._free_slots) == list(range(self.max_num_seqs))
         assert all(sequence.slot == -1 for sequence in self.waiting)
-        held = sum(self.blocks.num_blocks_of(slot) for slot in self._free_slots)
-        assert held == 0, "a free slot holds blocks"
+        assert not any(map(self.blocks.num_blocks_of, self._free_slots)), "a free slot holds blocks"
         for sequence in self.running:
             sequence.check_integrity()
             assert self.blocks.num_blocks_of(sequence.slot) * self.blocks.block_size >= sequence.target_len

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = ["def f(x):", "the quick", "Größe 東京", "x"]
 MESSAGES = [{"role": "user", "content": "Größe?"}]
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.8, seed=1, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, temperature=1.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1900, temperature=1.0, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_an_answer_that_fails_leaves_the_others(llm: LLM):
         (["x", [1, "2"]], {}, "prompts[1]: prompt = [1, '2']: must be text, token ids"),
         ([[1], [99999]], {}, "prompts[1]: input_ids = 99999: token ids must lie in"),
         ([[1], [9**40]], {}, f"prompts[1]: input_ids = {9**40}: token ids must lie in"),
-        ([1] * 600, {}, "input_ids length = 600: must be below the context length of 512 tokens"),
+        ([1] * 2100, {}, "input_ids length = 2100: must be below the context length of 2048 tokens"),
         ([{"role": "robot", "content": "x"}], {}, "messages[0].role = 'robot': input should be"),
         ("x", None, "sampling_params = {'n': 1}: must be SamplingParams"),
         (["x", "y"], [SamplingParams()], "sampling_params = 1: must be one, or one for each of 2 prompts"),

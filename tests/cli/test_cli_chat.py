@@ -68,7 +68,7 @@ def test_drafted_tokens_are_coloured_where_there_is_colour(talk, monkeypatch: py
 
 
 def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_path: Path):
-    status, out, _ = talk("y " * 600 + "\nx\n")
+    status, out, _ = talk("y " * 2400 + "\nx\n")
     assert status == 0 and "input_ids length = " in out and "; /reset starts over\n" in out
     assert FIGURES.search(out)  # of the message that followed
     assert talk("x\n", "--temperature", "-1")[::2] == (1, "error: temperature = -1.0: must lie in [0, 100]\n")

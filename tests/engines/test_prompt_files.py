@@ -12,7 +12,7 @@ from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.serving_pair import MAX_CONTEXT
 
-LONG = "x" * 2000  # more tokens than the tiny pair's context
+LONG = "x" * 5000  # more tokens than the tiny pair's context
 QUESTIONS = [
     {"question_id": 2, "category": "math", "turns": ["How much is 2 + 2?", "Are you sure?"]},
     {"question_id": 4, "category": "math", "turns": ["How much is 3 * 3?"], "reference": ["9"]},
@@ -108,5 +108,5 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
         load(questions, engine_dir, max_prompt_tokens=3)
     with pytest.raises(ConfigError, match="--max-prompt-tokens = 0: must be at least 1"):
         load(questions, engine_dir, max_prompt_tokens=0)
-    with pytest.raises(ConfigError, match=f"max_context = {MAX_CONTEXT}: no room for a prompt and 600 answer tokens"):
-        load(questions, engine_dir, max_tokens=600)
+    with pytest.raises(ConfigError, match=f"max_context = {MAX_CONTEXT}: no room for a prompt and 2100 answer tokens"):
+        load(questions, engine_dir, max_tokens=2100)

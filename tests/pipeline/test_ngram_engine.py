@@ -63,8 +63,8 @@ def test_exit_layers_need_a_draft_model(alone: Path, tmp_path: Path):
     target = alone.parent / "pair" / "target"
     with pytest.raises(CheckpointError, match=r"exit_layers = \[1\]: early exits need a draft model"):
         build_engines(target, None, tmp_path / "engine", exit_layers=(1,))
-    with pytest.raises(CheckpointError, match=r"max_context = 999: must lie in \[1, 512\].* of target = 512$"):
-        build_engines(target, None, tmp_path / "engine", max_context=999)
+    with pytest.raises(CheckpointError, match=r"max_context = 9999: must lie in \[1, 2048\].* of target = 2048$"):
+        build_engines(target, None, tmp_path / "engine", max_context=9999)
     assert not (tmp_path / "engine").exists()
 
 

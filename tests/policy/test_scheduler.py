@@ -177,15 +177,16 @@ def test_one_token_prompt_needs_no_prefill():
     assert sched.schedule(InFlight.empty()).decodes == [seq]
 
 
-def test_lengths_are_clipped_to_the_request():
-    sched = scheduler(policy="fixed:8")
-    full, capped, ending = sequence("a", 1, 20), sequence("b", 1, 20, max_draft_tokens=2), sequence("c", 1, 3)
+def test_lengths_are_clipped_to_the_request_and_an_adapters_rows_lie_side_by_side():
+    sched, lora = scheduler(policy="fixed:8"), {"lora_name": "adapter"}
+    full, capped, ending = sequence("a", 1, 20, **lora), sequence("b", 1, 20, max_draft_tokens=2), sequence("c", 1, 3)
+    full.adapter = object()
     for seq in (full, capped, ending):
         sched.add(seq)
     sched.schedule(InFlight.empty())
     plan = sched.schedule(InFlight.empty())
-    assert dict(zip([s.request.request_id for s in plan.decodes], plan.num_draft_tokens, strict=True)) == {
-        "a": 8, "b": 2, "c": 2}  # fmt: skip
+    lengths = list(zip([s.request.request_id for s in plan.decodes], plan.num_draft_tokens, strict=True))
+    assert lengths == [("b", 2), ("c", 2), ("a", 8)]
 
 
 def test_drafts_are_given_up_before_anyone_is_preempted():

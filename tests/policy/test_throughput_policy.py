@@ -210,7 +210,9 @@ def test_serial_score_is_the_best_uniform_round_by_hand():
 
 def test_offsets_find_what_requests_differ_by():
     """The curve that an easy and a hard request share lies between them."""
-    rng, both = np.random.default_rng(1), sequences(2)
+    rng, both, strangers = np.random.default_rng(1), sequences(2), sequences(2)
+    for with_adapter in (both[1], strangers[1]):
+        with_adapter.request = replace(with_adapter.request, lora_name="of the hard one")
     model, offsets = AcceptanceModel({}), np.array([0.8, -0.8])  # added to the log odds of every token
     curve = model.curves[0]
     for _ in range(400):
@@ -219,7 +221,7 @@ def test_offsets_find_what_requests_differ_by():
         model.observe(step_record(both, [1, 1], is_accepted.astype(int).tolist(), margins=margins))
     easy, hard = model.offsets(both)
     assert easy - hard == pytest.approx(1.6, abs=0.5)
-    assert model.offsets(sequences(1))[0] == 0.0, "a stranger"
+    assert model.offsets(strangers) == pytest.approx([0.0, hard], abs=0.25), "a stranger, alone or of the same adapter"
 
 
 def test_errors_tell_the_model_from_the_machine():

@@ -17,7 +17,7 @@ from tests.support.tiny_models import write_checkpoint
 
 CORPUS = ["def f(x):\n    return x + 1\n", "Größe - naïve café 東京 🙂👍🏽", "the quick brown fox"] * 4
 END_ID = 0
-MAX_CONTEXT = 512
+MAX_CONTEXT = 2048
 
 
 def byte_level_tokenizer() -> Tokenizer:
