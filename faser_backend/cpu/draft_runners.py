@@ -56,9 +56,9 @@ class LlvmHeadRunner(_FeatureRunner):
         super()._open(target, compute)
         token_ids = self._weights.tensor("token_ids")
         is_known = token_ids < self.vocab_size  # padding rows of the vocabulary have been cut
-        self._token_ids, self._known = token_ids[is_known], np.flatnonzero(is_known)
+        self._token_ids, self._known = token_ids[is_known], slice(None) if is_known.all() else np.flatnonzero(is_known)
         self._is_whole = np.array_equal(token_ids, np.arange(self.vocab_size))
-        self._num_logits = token_ids.size
+        self._num_logits, self._every = token_ids.size, np.zeros((0, self.vocab_size), np.float32)
 
     def run_segment(self, segment: int, rows: RowBatch, hidden: np.ndarray | None) -> np.ndarray:
         """Segment 0 joins the features that lie at the rows' positions, [T, hidden_size]; segment 1 gives logits."""
@@ -75,10 +75,11 @@ class LlvmHeadRunner(_FeatureRunner):
         """Expands logits [R, num_logits] to [R, vocab_size], with -inf at ids outside the head's vocabulary."""
         if self._is_whole:
             return logits
-        every = self._workspace.view("every_logit", logits.shape[0], self.vocab_size)
-        every.fill(-np.inf)
-        every[:, self._token_ids] = logits[:, self._known]
-        return every
+        if len(self._every) < len(logits):  # other ids stay -inf from call to call
+            self._every = np.full((len(logits), self.vocab_size), -np.inf, np.float32)
+        for every, of_row in zip(self._every, logits, strict=False):
+            every[self._token_ids] = of_row[self._known]
+        return self._every[: len(logits)]
 
     def _extras(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
         width = self.spec.hidden_size

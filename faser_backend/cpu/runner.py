@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -34,6 +35,7 @@ from faser_backend.device.partition import CorePartition
 from faser_backend.manifest import ModelEngine
 
 PAIRS_TO_READ = 5  # pairs (row, query head) whose arithmetic takes as long as reading keys and values
+MOST_SHAPES = 256  # of calls, whose buffers are known
 _NO_CANDIDATES = np.zeros((0, 0), np.int64)
 
 
@@ -45,11 +47,21 @@ class CallResults(NamedTuple):
     exit_scores: np.ndarray  # [T, C], undefined without candidates
 
 
-class Workspace:
-    """Float buffers by name, which grow to what the largest call needs."""
+class CallBuffers(NamedTuple):
+    """Buffers of a call of some shape: results (hidden, logits, exit scores, features), the threads' common work space,
+    and each thread's own."""
 
-    def __init__(self) -> None:
+    results: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+    shared: tuple[np.ndarray, ...]
+    own: list[tuple]
+
+
+class Workspace:
+    """Float buffers by name, which grow to what the largest call needs. on_growth: called when one is replaced."""
+
+    def __init__(self, on_growth: Callable[[], None]) -> None:
         self._buffers: dict[str, np.ndarray] = {}
+        self._on_growth = on_growth
 
     def view(self, name: str, *shape: int) -> np.ndarray:
         """Returns the start of the buffer of this name as an array of this shape."""
@@ -58,6 +70,7 @@ class Workspace:
         if buffer is None or buffer.size < size:
             capacity = size if buffer is None else max(size, 2 * buffer.size)
             buffer = self._buffers[name] = aligned_zeros((capacity,), np.float32)
+            self._on_growth()
         return buffer[:size].reshape(shape)
 
 
@@ -150,8 +163,9 @@ class LlvmRunner:
         self._num_logits = spec.vocab_size  # of a row
         bits = np.uint16 if self.pool.storage.dtype == np.float16 else np.float32
         self._storage = self.pool.storage.view(bits)
-        self._workspace = Workspace()
-        self._own = [Workspace() for _ in range(self.num_threads)]
+        self._buffers: dict[tuple, CallBuffers] = {}  # by shape; making them takes as long as 30 us of kernels
+        self._workspace = Workspace(self._buffers.clear)
+        self._own = [Workspace(self._buffers.clear) for _ in range(self.num_threads)]
         self._helpers = [Helper() for _ in range(self.num_threads - 1)]
         self._barrier = barrier_state()
         self._open(owner, compute)
@@ -186,42 +200,30 @@ class LlvmRunner:
     def _run(
         self, segment: int, rows: RowBatch, hidden: np.ndarray | None, candidates: np.ndarray | None
     ) -> CallResults:
-        spec, tables, view = self.spec, self._segments[segment], self._workspace.view
-        counts, num_rows, num_logits = rows.rows_per_sequence, rows.num_rows, rows.logit_rows.size
+        tables, counts = self._segments[segment], rows.rows_per_sequence
         last_tokens = rows.context_lens + counts
         check_blocks(self.pool, rows.block_tables, int(last_tokens.max()))
-        state = view(f"hidden.{segment}", num_rows, spec.hidden_size)
+        asked = _NO_CANDIDATES if candidates is None else np.ascontiguousarray(candidates)
+        shape = segment, rows.num_rows, rows.logit_rows.size, asked.shape
+        buffers = self._buffers.get(shape)
+        if buffers is None:
+            if len(self._buffers) >= MOST_SHAPES:
+                self._buffers.clear()
+            buffers = self._buffers[shape] = self._buffers_of(*shape)
+        state, logits, scores, features = buffers.results
         if hidden is not None:
             state[:] = hidden
-        is_last = tables.spec.last_layer == spec.num_layers
-        logits = view("logits", num_logits if is_last else 0, self._num_logits)
-        asked = _NO_CANDIDATES if candidates is None else np.ascontiguousarray(candidates)
-        scores = view("exit_scores", *asked.shape)
-        features = view("features", len(tables.feature_layers), num_rows, spec.hidden_size)
-        num_assignments = num_rows * max(spec.num_experts_per_token, 1)
         integers = (rows.token_ids, rows.positions, rows.cu_rows, rows.context_lens, rows.block_tables, rows.logit_rows)
-        shared = (
-            *map(np.ascontiguousarray, integers), asked, state, logits, scores, features,
-            view("q", num_rows, spec.num_heads, spec.head_dim),
-            view("k", num_rows, spec.num_kv_heads, spec.head_dim),
-            view("v", num_rows, spec.num_kv_heads, spec.head_dim),
-            view("attended", num_rows, spec.num_heads, spec.head_dim),
-            view("gate", num_assignments, spec.intermediate_size),
-            view("up", num_assignments, spec.intermediate_size),
-            view("gathered", num_logits, spec.num_heads * spec.head_dim),
-        )  # fmt: skip
+        shared = (*map(np.ascontiguousarray, integers), asked, *buffers.results, *buffers.shared)
         constants = (
             self._storage, self._weights.data, self._embedding_file.data, self._head_file.data, tables.matrices,
             self._end_matrices, tables.vectors, tables.vector_offsets, self._last_norm, self._cos, self._sin,
-            attention_items(spec, counts, rows), tables.sizes, *adapter_arguments(rows, view), self._eps, self._scale,
-            candidates is not None,
+            attention_items(self.spec, counts, rows), tables.sizes, *adapter_arguments(rows, self._workspace.view),
+            self._eps, self._scale, candidates is not None,
         )  # fmt: skip
         calls = [
-            (
-                *(thread, self.num_threads, self._barrier, *shared),
-                *(*self._work_space(thread, num_rows), self._extras(thread, num_rows), *constants),
-            )
-            for thread in range(self.num_threads)
+            (thread, self.num_threads, self._barrier, *shared, *own, *constants)
+            for thread, own in enumerate(buffers.own)
         ]
         self._on_all_threads(self._kernel, calls)
         if tables.feature_layers:
@@ -229,6 +231,29 @@ class LlvmRunner:
             for layer, of_layer in zip(tables.feature_layers, features, strict=True):
                 self.pool.features[layer][blocks, offsets] = of_layer
         return CallResults(state, logits, scores)
+
+    def _buffers_of(self, segment: int, num_rows: int, num_logits: int, scores_shape: tuple[int, ...]) -> CallBuffers:
+        spec, tables, view = self.spec, self._segments[segment], self._workspace.view
+        is_last = tables.spec.last_layer == spec.num_layers
+        results = (
+            view(f"hidden.{segment}", num_rows, spec.hidden_size),
+            view("logits", num_logits if is_last else 0, self._num_logits),
+            view("exit_scores", *scores_shape),
+            view("features", len(tables.feature_layers), num_rows, spec.hidden_size),
+        )
+        num_assignments = num_rows * max(spec.num_experts_per_token, 1)
+        shared = (
+            view("q", num_rows, spec.num_heads, spec.head_dim),
+            view("k", num_rows, spec.num_kv_heads, spec.head_dim),
+            view("v", num_rows, spec.num_kv_heads, spec.head_dim),
+            view("attended", num_rows, spec.num_heads, spec.head_dim),
+            view("gate", num_assignments, spec.intermediate_size),
+            view("up", num_assignments, spec.intermediate_size),
+            view("gathered", num_logits, spec.num_heads * spec.head_dim),
+        )
+        threads = range(self.num_threads)
+        own = [(*self._work_space(thread, num_rows), self._extras(thread, num_rows)) for thread in threads]
+        return CallBuffers(results, shared, own)
 
     def _work_space(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
         """Returns a thread's work space: normed and packed rows, which many rows' threads share, and its own.
@@ -289,6 +314,8 @@ def attention_items(spec: ModelSpec, counts: np.ndarray, rows: RowBatch) -> np.n
     """
     heads_per_kv = spec.num_heads // spec.num_kv_heads
     most_rows = tile_rows(heads_per_kv)
+    if counts.size == 1 and counts[0] <= most_rows:
+        return _items_of_one(int(counts[0]), spec.num_kv_heads)
     tiles = np.maximum(-(-counts // most_rows), 1)  # one also without rows: more items mean that rows are shared
     sequences = np.arange(counts.size).repeat(tiles)
     first = (np.arange(sequences.size) - (tiles.cumsum() - tiles)[sequences]) * most_rows
@@ -298,6 +325,12 @@ def attention_items(spec: ModelSpec, counts: np.ndarray, rows: RowBatch) -> np.n
     kv_heads = np.arange(order.size) % spec.num_kv_heads
     columns = (sequences[order], kv_heads, (rows.cu_rows[sequences] + first)[order], num_rows[order])
     return np.array(columns, np.int64).T.copy()
+
+
+@lru_cache(256)
+def _items_of_one(num_rows: int, num_kv_heads: int) -> np.ndarray:
+    """Returns the items of one sequence with a tile of rows."""
+    return np.array([(0, kv_head, 0, num_rows) for kv_head in range(num_kv_heads)])
 
 
 def check_blocks(pool: KvPool, block_tables: np.ndarray, num_tokens: int) -> None:
