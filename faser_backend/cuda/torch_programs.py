@@ -182,16 +182,9 @@ class SegmentCall:
         qkv = qkv.unflatten(1, (num_heads + 2 * num_kv, self.model.head_dim))
         rotated = qkv.new_empty(qkv.shape[0], num_heads + num_kv, self.model.head_dim)
         rotate_heads(
-            qkv,
-            self.tensors["positions"],
-            self.weights.rope_cos,
-            self.weights.rope_sin,
-            rotated,
-            num_heads=num_heads,
-            q_norm=weights.q_norm,
-            k_norm=weights.k_norm,
-            eps=self.model.rms_eps,
-        )
+            qkv, self.tensors["positions"], self.weights.rope_cos, self.weights.rope_sin, rotated, num_heads=num_heads,
+            q_norm=weights.q_norm, k_norm=weights.k_norm, eps=self.model.rms_eps,
+        )  # fmt: skip
         return rotated[:, :num_heads], rotated[:, num_heads:], qkv[:, num_heads + num_kv :]
 
     def write_kv(self, layer: int, _: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

