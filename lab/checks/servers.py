@@ -6,6 +6,7 @@ Knows the `faser serve` command line and nothing of what is behind it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,13 +27,17 @@ from faser_backend.lab.places import ROOT
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
+FIRST_PORT, NUM_PORTS = 10_000, 22_000
+_NUMBERS = itertools.count(997 * os.getpid())  # processes that start servers at the same time begin far from each other
 
 
 def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
+    """Returns ports below those that Linux gives to clients: nothing takes one before its server has started."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = FIRST_PORT + next(_NUMBERS) % NUM_PORTS
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
     return ports
 
 

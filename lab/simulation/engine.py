@@ -143,15 +143,9 @@ def build_sim_engine(
             return model
         return JointProposer(model, NgramProposer(times, VOCAB_SIZE, keeps_probs=False), config.max_prefill_tokens)
 
-    ports = Ports(
-        _partitions(world, clock, is_drafting=policy.is_drafting),
-        sampler,
-        clock,
-        make_proposer,
-        num_blocks,
-        KV_BLOCK_SIZE,
-        Limits(VOCAB_SIZE, world.max_context + 1),
-    )
+    partitions = _partitions(world, clock, is_drafting=policy.is_drafting)
+    limits = Limits(VOCAB_SIZE, world.max_context + 1)
+    ports = Ports(partitions, sampler, clock, make_proposer, num_blocks, KV_BLOCK_SIZE, limits)
     engine = assemble(ports, policy, config.model_copy(update={"enable_prefix_reuse": False}))
     return SimEngine(engine, clock, sum(world.target_layers))
 
