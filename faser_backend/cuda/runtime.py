@@ -102,15 +102,9 @@ class CudaRuntime:
             return int(self.free_bytes() * CPU_MEMORY_SHARE)
         compiled_bytes = self.programs.activation_bytes(self.models.present)  # loads compiled engines
         plan = plan_memory(
-            self.models.present,
-            config,
-            dtype=self.dtype,
-            kv_block_size=self.kv_block_size,
-            free_bytes=self.free_bytes(),
-            num_partitions=num_partitions,
-            unloaded_bytes=0,
-            compiled_bytes=compiled_bytes,
-        )
+            self.models.present, config, dtype=self.dtype, num_partitions=num_partitions, unloaded_bytes=0,
+            kv_block_size=self.kv_block_size, free_bytes=self.free_bytes(), compiled_bytes=compiled_bytes,
+        )  # fmt: skip
         for line in plan.report(self.kv_block_size):
             _log.info("memory: %s", line)
         return plan.kv_bytes

@@ -163,19 +163,10 @@ def run_openai(options: OpenAIOptions, logs: ModelOptions) -> None:
     )
     open_files()
     config = uvicorn.Config(
-        app,
-        http=Connection,
-        ws="none",
-        host=options.host,
-        port=options.port,
-        log_level="warning",
-        access_log=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=DRAIN_S,
-        ssl_certfile=options.tls_cert,
-        ssl_keyfile=options.tls_key,
+        app, http=Connection, ws="none", host=options.host, port=options.port, log_level="warning", access_log=False,
+        backlog=BACKLOG, timeout_graceful_shutdown=DRAIN_S, ssl_certfile=options.tls_cert, ssl_keyfile=options.tls_key,
         server_header=False,
-    )
+    )  # fmt: skip
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     _AnnouncedServer(config).run()
 

@@ -58,14 +58,10 @@ class EngineHost:
             takes_stop_requests=options.stop_requests != "off",
         )
         self.loop = EngineLoop(
-            engine,
-            on_metrics=reporter.report,
-            metrics_period_s=options.stats_check_period_ms / 1e3,
-            on_finished=reporter.observe,
-            on_stopped=on_stopped,
-            beat=beat,
+            engine, on_metrics=reporter.report, metrics_period_s=options.stats_check_period_ms / 1e3,
+            on_finished=reporter.observe, on_stopped=on_stopped, beat=beat,
             guides=self.handshake.model.guide_compiler(),
-        )
+        )  # fmt: skip
 
     def close(self) -> None:
         self.loop.close()

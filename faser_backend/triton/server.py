@@ -106,6 +106,22 @@ def check_ports(host: str, ports: dict[str, int]) -> None:
                 raise ConfigError(f"{name}: port {port} in use on {host} ({error.strerror}); choose another") from None
 
 
+def claim_ports(host: str, ports: dict[str, int]) -> contextlib.ExitStack:
+    """Claims ports until the stack is closed. Raises ConfigError if another `faser serve` has claimed one.
+
+    A server listens only when its models are loaded. If two start on the same ports, one fails in the end, but until
+    then it would take the other's answers for its own and say that it is ready.
+    """
+    with contextlib.ExitStack() as claims:
+        for name, port in ports.items():
+            try:
+                claims.enter_context(socket.socket(socket.AF_UNIX)).bind(f"\0faser-serve {host} {port}")
+            except OSError:
+                limit = f"another faser serve has started on {host}; choose another"
+                raise ConfigError(f"{name} = {port}: {limit}") from None
+        return claims.pop_all()
+
+
 class TritonServer:
     """One server process and its launch folder. Use as a context manager, or call `stop`."""
 
@@ -122,6 +138,7 @@ class TritonServer:
         install = find_triton()
         check_stub()
         check_ports(options.host, ports)
+        self._claims = claim_ports(options.host, ports)
         self._launch_folder = LaunchFolder()
         self._folder = self._launch_folder.path
         self.log_file = self._folder / "tritonserver.log"
@@ -135,6 +152,7 @@ class TritonServer:
             self._start()
         except BaseException as error:
             self._launch_folder.remove()
+            self._claims.close()
             if isinstance(error, OSError):
                 raise ConfigError(f"the server cannot be started: {error.strerror}: {error.filename}") from None
             raise
@@ -232,6 +250,7 @@ class TritonServer:
         """Ends the server and every process of its group at once."""
         self._end_group()
         self._launch_folder.remove()
+        self._claims.close()
 
     def _end_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -23,7 +23,7 @@ from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from tests.cuda.test_draft_loop import recorded_frontiers
 from tests.engines.test_eagle3 import BLOCK_SIZE, Built
-from tests.pipeline.test_eagle3_drafting import check_chains, in_lengths, make_requests, open_engine, prune, tokens_of
+from tests.pipeline.test_eagle3_drafting import check_chains, make_requests, open_engine, prune, set_lengths, tokens_of
 from tests.support.eagle3_models import HEAD, NUM_TARGET_LAYERS, ReferenceHead, head_tensors, write_head
 from tests.support.harness import drive
 from tests.support.tiny_models import VOCAB_SIZE, reference_model, write_checkpoint
@@ -119,7 +119,7 @@ def test_every_chain_is_the_reference_s(
     random: Built, lengths: tuple[int, ...], options: dict[str, object], has_loops: bool
 ) -> None:
     def prepare(engine: Engine) -> None:
-        in_lengths(*lengths)(engine)
+        set_lengths(lengths, engine)
         assert isinstance(engine.step_runner.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops
 
     metrics = check_chains(random, make_requests(5, is_greedy=True), "fixed:4", prepare, **options)

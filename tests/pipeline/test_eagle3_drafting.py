@@ -110,14 +110,10 @@ def check_chains(
     return metrics
 
 
-def in_lengths(*lengths: int) -> Callable[[Engine], None]:
-    """Lets an engine's steps draft these lengths in turns."""
-
-    def prepare(engine: Engine) -> None:
-        scheduler = engine.step_runner.scheduler
-        scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
-
-    return prepare
+def set_lengths(lengths: tuple[int, ...], engine: Engine) -> None:
+    """Lets the engine's steps draft these lengths in turns."""
+    scheduler = engine.step_runner.scheduler
+    scheduler.policy = Forced(scheduler.policy, in_turns(*lengths))
 
 
 def prune(engine: Engine, **decisions: bool) -> None:
@@ -137,7 +133,8 @@ def prune(engine: Engine, **decisions: bool) -> None:
     ],
 )
 def test_every_chain_is_the_reference_s(built: AnyBuilt, lengths: tuple[int, ...], options: dict[str, object]) -> None:
-    metrics = check_chains(built, make_requests(is_greedy=True), "fixed:4", in_lengths(*lengths), **options)
+    prepare = partial(set_lengths, lengths)
+    metrics = check_chains(built, make_requests(is_greedy=True), "fixed:4", prepare, **options)
     assert (metrics.num_preemptions > 0) == bool(options)
 
 

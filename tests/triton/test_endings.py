@@ -17,7 +17,7 @@ from tritonclient.utils import InferenceServerException
 from faser_backend.core.errors import SHUTTING_DOWN, ConfigError
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import PARENT_POLL_S, children, is_running
-from faser_backend.triton.server import TritonServer, check_ports
+from faser_backend.triton.server import TritonServer, check_ports, claim_ports
 from tests.support.clients import (
     Arrays,
     arrays_of,
@@ -208,6 +208,9 @@ def test_port_in_use_is_told_before_anything_starts():
             check_ports("127.0.0.1", {"http-port": free_ports(1)[0], "grpc-port": port})
     with pytest.raises(ConfigError, match="grpc-port = 8000: is the same as http-port"):
         check_ports("127.0.0.1", {"http-port": 8000, "grpc-port": 8000})
+    options = on_free_ports()
+    with claim_ports(options.host, {"http-port": options.http_port}), pytest.raises(ConfigError, match="another faser"):
+        TritonServer(options)  # while nobody listens yet
 
 
 def test_broken_engine_directory_fails_the_start_with_its_reason(engine_dir: Path, tmp_path: Path):
