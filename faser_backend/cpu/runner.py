@@ -163,7 +163,7 @@ class LlvmRunner:
         self._num_logits = spec.vocab_size  # of a row
         bits = np.uint16 if self.pool.storage.dtype == np.float16 else np.float32
         self._storage = self.pool.storage.view(bits)
-        self._buffers: dict[tuple, CallBuffers] = {}  # by shape; making them takes as long as 30 us of kernels
+        self._buffers: dict[tuple, CallBuffers] = {}  # by shape: a call needs some 25 views
         self._workspace = Workspace(self._buffers.clear)
         self._own = [Workspace(self._buffers.clear) for _ in range(self.num_threads)]
         self._helpers = [Helper() for _ in range(self.num_threads - 1)]

@@ -42,7 +42,7 @@ _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
 OFFSET_STD = 0.6  # of the prior: requests' acceptance differs by 7 to 15 points
 _PRIOR_PRECISION = OFFSET_STD**-2
-_ADAPTER_RATE, _MOST_ADAPTERS = 0.02, 1024  # of a request's offset in its adapter's, per step
+_ADAPTER_SHARE, _MOST_ADAPTERS = 0.02, 1024  # of an offset in its adapter's mean, per step; means that are kept
 _CHAINS_FADE = 0.99  # by chain, of the shares of sources
 _MOST_PRECISION = _PRIOR_PRECISION + 25.0  # about 150 tests: a text may change
 
@@ -172,7 +172,7 @@ class AcceptanceModel:
         self._calibrations = [MatchCalibration(known if source == MAIN else None) for source in range(CLIENT)]
         self._num_chains = np.eye(CLIENT)[MAIN]  # by source, older ones faded
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
-        self._begins: dict[str, float] = {}  # offsets of new requests, by adapter
+        self._means: dict[str, float] = {}  # of offsets, by adapter
         self.num_tests = 0
 
     @property
@@ -194,13 +194,13 @@ class AcceptanceModel:
         """Returns the offset [B] of each request. Forgets the requests that are gone."""
         if len(self._requests) > 2 * len(sequences) + 16:
             self._requests = {each: self._requests[each] for each in sequences if each in self._requests}
-            self._begins = dict([*self._begins.items()][-_MOST_ADAPTERS:])
-        return np.array([self._state(each)[0] for each in sequences])
+            self._means = dict([*self._means.items()][-_MOST_ADAPTERS:])
+        return np.array([self._known_of(each)[0] for each in sequences])
 
-    def _state(self, sequence: RunningSequence) -> tuple[float, float]:
-        """Returns offset and precision of a request; a new one begins where its adapter's requests are."""
-        begin = self._begins.get(sequence.request.lora_name, 0.0)
-        return self._requests.get(sequence, (begin, _PRIOR_PRECISION))
+    def _known_of(self, sequence: RunningSequence) -> tuple[float, float]:
+        """Returns offset and precision of a request; a new one begins at its adapter's mean."""
+        mean = self._means.get(sequence.request.lora_name, 0.0)
+        return self._requests.get(sequence, (mean, _PRIOR_PRECISION))
 
     def observe(self, record: StepRecord) -> None:
         """Learns from the tests of the server's own drafts in a step."""
@@ -213,7 +213,7 @@ class AcceptanceModel:
             sequences, margins = [record.plan.decodes[row] for row in rows], frontier.margins[rows]
             num_accepted = record.acceptance.num_accepted[rows]
             num_tested = np.minimum(num_accepted + 1, record.num_testable[rows])
-            offset, precision = np.array([self._state(each) for each in sequences]).T
+            offset, precision = np.array([self._known_of(each) for each in sequences]).T
             chances = sigmoid(calibration.curve.logits(margins) + offset[:, None]) * (columns < num_tested[:, None])
             expected = chances.sum(axis=1)
             precision = np.minimum(precision + expected - (chances * chances).sum(axis=1), _MOST_PRECISION)
@@ -222,8 +222,8 @@ class AcceptanceModel:
             self._requests.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
             for each, found in zip(sequences, offset.tolist(), strict=True):
                 if name := each.request.lora_name:
-                    begin = self._begins.get(name, 0.0)
-                    self._begins[name] = begin + _ADAPTER_RATE * (found - begin)
+                    mean = self._means.get(name, 0.0)
+                    self._means[name] = mean + _ADAPTER_SHARE * (found - mean)
             calibration.observe(margins, num_accepted, num_tested)
             self.num_tests += int(num_tested.sum())
             count = np.count_nonzero(frontier.num_drafted[rows])

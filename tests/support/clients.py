@@ -105,23 +105,23 @@ def infer_http(port: int, model: str, arrays: Arrays, outputs: Iterable[str] = (
 
 
 def stream_grpc(
-    port: int, model: str, arrays: Arrays, outputs: Iterable[str] = (), request_id: str = "", *, at_least: int = 1
+    port: int, model: str, arrays: Arrays, outputs: Iterable[str] = (), request_id: str = "", *, at_least: int = 0
 ) -> list[Any]:
     """Returns all responses of one request over its own stream. Raises InferenceServerException.
 
     Asks again while a busy machine joins them into fewer than at_least; the timeout of tests ends it.
     """
-    received: queue.Queue = queue.Queue()
-    while received.qsize() < at_least:
-        received.queue.clear()
+    while True:
+        received: queue.Queue = queue.Queue()
         with grpc.InferenceServerClient(f"127.0.0.1:{port}") as client:
-            client.start_stream(lambda result, error: received.put(error or result))
+            client.start_stream(lambda result, error, to=received: to.put(error or result))
             client.async_stream_infer(model, inputs_of(arrays), outputs=_outputs(grpc, outputs), request_id=request_id)
             client.stop_stream()  # waits for running requests, as TensorRT-LLM's clients do
         for response in received.queue:
             if isinstance(response, InferenceServerException):
                 raise response
-    return list(received.queue)
+        if received.qsize() >= at_least:
+            return list(received.queue)
 
 
 def _outputs(client: Any, names: Iterable[str]) -> list[Any] | None:

@@ -305,7 +305,7 @@ def llmapi(start) -> Served:
     return start("llmapi", is_decoupled=True)
 
 
-def ask(llmapi: Served, *outputs: str, at_least: int = 1, **more: np.ndarray) -> list[Any]:
+def ask(llmapi: Served, *outputs: str, at_least: int = 0, **more: np.ndarray) -> list[Any]:
     given = {"text_input": np.array([b"def f"], dtype=object), "sampling_param_max_tokens": np.array([200], np.int32)}
     given |= {"sampling_param_temperature": np.array([1.0], np.float32), "sampling_param_seed": SEED}
     return stream_grpc(llmapi.grpc_port, "tensorrt_llm", given | more, outputs, at_least=at_least)
