@@ -30,7 +30,7 @@ from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
 
 KEY = "a-key_of-20-letters0"
-PROMPT, LONG = [5, 6, 7], 1900
+PROMPT, LONG = [5, 6, 7], 3900
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
@@ -134,7 +134,7 @@ class Operated:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory) -> tuple[Path, Path]:
     """Builds two directories with the same vocabulary and different weights."""
-    first, second = (build_pair(tmp_path_factory.mktemp(f"pair{seed}"), max_context=2048, seed=seed) for seed in (0, 1))
+    first, second = (build_pair(tmp_path_factory.mktemp(f"pair{seed}"), max_context=4096, seed=seed) for seed in (0, 1))
     return first, second
 
 
