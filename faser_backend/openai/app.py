@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -39,7 +39,6 @@ from faser_backend.triton.admin import fetch
 
 PAGE = Path(__file__).with_name("page.html")
 METRICS_TIMEOUT_S = 5.0
-MAX_WAITING_EVENTS = 64  # lists of events per request, for a slow client; beyond that its outputs wait
 _STREAM_HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -134,8 +133,7 @@ class _Endpoints:
         if self._shows_speculation and body.spec_decode_metrics is None:
             body.spec_decode_metrics = "summary"
         wanted = await asyncio.to_thread(generations, body, model)
-        make_reply = partial(reply, body, wanted, model)
-        return GeneratedResponse(self.client, wanted, make_reply, is_streamed=bool(body.stream))
+        return GeneratedResponse(self.client, wanted, reply(body, wanted, model), is_streamed=bool(body.stream))
 
     def _shown(self, model: ServedModel) -> dict[str, Any]:
         return {
@@ -166,12 +164,8 @@ class GeneratedResponse:
 
     client: EngineClient
     wanted: Sequence[Generation]
-    make_reply: Callable[[], ApiReply]
+    reply: ApiReply
     is_streamed: bool
-
-    @cached_property
-    def _reply(self) -> ApiReply:  # made with the first output
-        return self.make_reply()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         send_reply = self._stream if self.is_streamed else self._send_whole
@@ -182,7 +176,7 @@ class GeneratedResponse:
             async with aclosing(self._events(scope)) as events:
                 async for _ in events:
                     pass
-            response: Response = Json(self._reply.whole())
+            response: Response = Json(self.reply.whole())
         except Exception as error:
             response = error_response(error)
         await response(scope, receive, send)
@@ -197,55 +191,31 @@ class GeneratedResponse:
                         has_begun = True
                         await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
                     await _send_events(send, events)
-            await _send_events(send, self._reply.end())
+            await _send_events(send, self.reply.end())
         except Exception as error:
             shown = as_api_error(error)
             if not has_begun:
                 await error_response(shown)(scope, receive, send)
                 return
             await _send_events(send, [(None, shown.body())])
-        done = b"data: [DONE]\n\n" if self._reply.has_done else b""
+        done = b"data: [DONE]\n\n" if self.reply.has_done else b""
         await send({"type": "http.response.body", "body": done, "more_body": False})
 
     async def _events(self, scope: Scope) -> AsyncGenerator[list[Event], None]:
         """Yields the events of all choices as they come. Closing it ends the choices in the engine.
 
-        Raises the error of the first choice that fails.
+        Raises the error of the first choice that fails. A slow client's outputs wait in the client of the engine.
         """
         headers = ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"])
         trace = {name: value for name, value in headers if name in CONTEXT_HEADERS}
-        queue: asyncio.Queue[list[Event] | Exception | None] = asyncio.Queue(MAX_WAITING_EVENTS)
-
-        async def run(index: int, wanted: Generation) -> None:
-            try:
-                async with aclosing(self.client.generate(wanted, trace)) as outputs:
-                    async for output in outputs:
-                        events = self._reply.add(index, output)
-                        if events is not None:
-                            await queue.put(events)
-                        # Only a stop string leaves the stream early. Otherwise it is read to its end: a cancellation
-                        # that crosses the end of a request can make Triton wait for that request for ever.
-                        if self._reply.answers[index].stream.is_stopped:
-                            break
-                await queue.put(None)
-            except Exception as error:
-                await queue.put(wanted.named(error))
-
-        tasks = [asyncio.create_task(run(index, wanted)) for index, wanted in enumerate(self.wanted)]
-        try:
-            num_open = len(tasks)
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                if item is None:
-                    num_open -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        stopped: set[int] = set()  # by a stop string; the engine ends the others itself
+        async with aclosing(self.client.generate(self.wanted, trace, stopped)) as outputs:
+            async for index, output in outputs:
+                events = self.reply.add(index, output)
+                if self.reply.answers[index].stream.is_stopped:
+                    stopped.add(index)
+                if events is not None:
+                    yield events
 
 
 async def _send_events(send: Send, events: list[Event]) -> None:
@@ -259,21 +229,19 @@ async def _send_events(send: Send, events: list[Event]) -> None:
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Runs work until it ends or the client disconnects."""
 
-    async def wait_for_disconnect() -> None:
+    async def end_with_connection() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        task.cancel()
 
-    task, watch = asyncio.create_task(work), asyncio.create_task(wait_for_disconnect())
+    task, watch = asyncio.create_task(work), asyncio.create_task(end_with_connection())
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await task
+    except asyncio.CancelledError:
+        if not watch.done():
+            raise
     finally:
         watch.cancel()
-        is_left = not task.done()
-        if is_left:
-            task.cancel()
-        results = await asyncio.gather(task, watch, return_exceptions=True)
-    if not is_left and isinstance(results[0], Exception):
-        raise results[0]
 
 
 class Callers:
@@ -305,11 +273,14 @@ class Callers:
 
     def _check_origin(self, request: Request) -> None:
         host = request.headers.get("host", "")
-        if not self._is_own(_name_of(host)):
-            raise _forbidden(f"Host = {host[:80]!r}: a browser must use a name of this server")
         origin, site = (request.headers.get(name) for name in ("origin", "sec-fetch-site"))
-        if (origin is not None and _netloc_of(origin) != host) or site not in (None, "same-origin", "none"):
-            raise _forbidden(f"Origin = {origin and origin[:80]!r}: pages of other origins are refused")
+        refusal = ""
+        if not self._is_own(_name_of(host)):
+            refusal = f"Host = {host[:80]!r}: a browser must use a name of this server"
+        elif (origin is not None and _netloc_of(origin) != host) or site not in (None, "same-origin", "none"):
+            refusal = f"Origin = {origin and origin[:80]!r}: pages of other origins are refused"
+        if refusal:
+            raise ApiError(f"{refusal}; see --allow-origin", status=403, code="forbidden_origin")
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if request.method == "POST" and kind != "application/json":
             limit = "a browser must send application/json"
@@ -342,10 +313,6 @@ def _name_of(netloc: str) -> str:
     if netloc.startswith("["):
         return netloc[1:].partition("]")[0]
     return netloc.partition(":")[0].lower()
-
-
-def _forbidden(message: str) -> ApiError:
-    return ApiError(f"{message}; see --allow-origin", status=403, code="forbidden_origin")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Sequence, Set
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -40,12 +40,18 @@ class _Connection:
         self.waiting: dict[str, asyncio.Queue[EngineOutput]] = {}  # by request id
         self.is_gone = False
         self._events = events
-        self.link = SocketLink(path, CONNECT_S, self._deliver)
+        self.link = SocketLink(path, CONNECT_S, self._take)
         AnswerStream(self.link.handshake.model.tokenizer)  # makes its table of bytes before a client waits for it
 
-    def _deliver(self, outputs: list[EngineOutput] | None) -> None:
-        with suppress(RuntimeError):  # the event loop is closed
-            self._events.call_soon_threadsafe(self._take, outputs)
+    def open(self) -> None:
+        """Begins to read. Call on the event loop's thread, as `close`."""
+        self._events.add_reader(self.link.stream, lambda: self.link.read() or self.close())
+
+    def close(self) -> None:
+        """May be called again."""
+        if self.link.stream.fileno() >= 0:
+            self._events.remove_reader(self.link.stream)
+            self.link.close()
 
     def _take(self, outputs: list[EngineOutput] | None) -> None:
         if outputs is None:
@@ -78,40 +84,58 @@ class EngineClient:
     async def is_ready(self) -> bool:
         return self._connection is not None and not self._connection.is_gone
 
-    async def generate(self, wanted: Generation, headers: dict[str, str]) -> AsyncGenerator[EngineOutput, None]:
-        """Yields outputs; one of them has a finish reason. Closing the iterator cancels the request in the engine.
+    async def generate(
+        self, wanted: Sequence[Generation], headers: dict[str, str], stopped: Set[int]
+    ) -> AsyncGenerator[tuple[int, EngineOutput], None]:
+        """Yields outputs with the index of their generation, until all have ended. They share a guide.
 
-        headers: of the client's trace. Raises FaserError.
+        headers: of the client's trace. stopped: the indices whose further outputs the caller does not want. Closing the
+        iterator cancels in the engine what still runs. Raises the error of the first that fails, a FaserError.
         """
-        guide = wanted.guide and await asyncio.to_thread(read_guide, wanted.guide.kind, wanted.guide.text)
-        if (connection := self._connection) is None:
-            raise FailedError(NOT_READY)
-        request = replace(wanted.request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
-        queue = connection.waiting[request.request_id] = asyncio.Queue()
-        life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers, error=CANCELLED.message)
-        life.model = connection.link.handshake.model.name
-        sequence = life.sequences[request.request_id] = SequenceLife.of(request)
-        is_ended = False
+        running: dict[str, tuple[int, RequestLife]] = {}  # by request id
+        queue = asyncio.Queue[EngineOutput]()
+        connection: _Connection | None = None
+        life: RequestLife | None = None  # of the generation that fails, if one does
         try:
-            await _taken(connection.link.submit(request, ""))
-            while not is_ended:
+            guide = wanted[0].guide and await asyncio.to_thread(read_guide, wanted[0].guide.kind, wanted[0].guide.text)
+            if (connection := self._connection) is None:
+                raise FailedError(NOT_READY)
+            for index, one in enumerate(wanted):
+                request = replace(one.request, request_id=f"{DIRECT}{os.getpid()}-{next(self._numbers)}", guide=guide)
+                life = RequestLife(request.request_id, time.perf_counter_ns(), parameters=headers)
+                life.model, life.error = connection.link.handshake.model.name, CANCELLED.message
+                life.sequences[life.request_id] = SequenceLife.of(request)
+                running[life.request_id], connection.waiting[life.request_id] = (index, life), queue
+                await _taken(connection.link.submit(request, ""))
+            while running:
                 output = await queue.get()
-                is_ended = output.is_final
-                sequence.add(output, time.perf_counter_ns())
+                if output.request_id not in running:  # stopped
+                    continue
+                index, life = running[output.request_id]
+                life.sequences[life.request_id].add(output, time.perf_counter_ns())
                 if output.finish_reason in (FinishReason.ERROR, FinishReason.CANCELLED):
                     raise FailedError(output.error or CANCELLED)
-                life.error = "" if is_ended else life.error
-                yield output
+                yield index, output
+                if output.is_final or index in stopped:
+                    del running[life.request_id]
+                    life.error = ""
+                    self._end(connection, life, is_running=not output.is_final)
         except FaserError as error:
-            life.error = str(error)
-            raise
+            if life is not None:
+                life.error = str(error)
+            raise wanted[0].named(error) from None
         finally:
-            del connection.waiting[request.request_id]
-            if not is_ended:
-                with suppress(FaserError):
-                    connection.link.cancel(request.request_id)
-            self._close_replaced(connection)
-            report_ended(life, self._listeners)
+            for _, life in running.values():
+                assert connection is not None
+                self._end(connection, life, is_running=True)
+
+    def _end(self, connection: _Connection, life: RequestLife, *, is_running: bool) -> None:
+        del connection.waiting[life.request_id]
+        if is_running:
+            with suppress(FaserError):
+                connection.link.cancel(life.request_id)
+        self._close_replaced(connection)
+        report_ended(life, self._listeners)
 
     async def close(self) -> None:
         self._follower.cancel()
@@ -125,6 +149,7 @@ class EngineClient:
             if socket_id(path) not in ((), known):
                 with suppress(Exception):  # tried again; meanwhile a lost engine's requests fail
                     self._connection = await asyncio.to_thread(_Connection, path, asyncio.get_running_loop())
+                    self._connection.open()
                     if old is None:
                         print("the engine is reached", flush=True)  # `faser serve` waits for this line
                     self._close_replaced(old)
@@ -132,7 +157,7 @@ class EngineClient:
 
     def _close_replaced(self, connection: _Connection | None) -> None:
         if connection is not None and connection is not self._connection and not connection.waiting:
-            connection.link.close()
+            connection.close()
             tokenizer = connection.link.handshake.model.tokenizer
             asyncio.get_running_loop().run_in_executor(None, tokenizer.close)  # a conversation may be rendered now
 

@@ -106,7 +106,7 @@ class ChainRecorder:
         self._width = num_draft_tokens
         self._group_of = group_of
         self._exit_margins: dict[int, np.ndarray] = {}
-        self._records: list[Chains] = []
+        self.records: list[Chains] = []  # of the steps that drafted
 
     def keep(self, view: ExitView) -> np.ndarray:
         self._exit_margins[view.segment] = view.exit_margins
@@ -118,26 +118,17 @@ class ChainRecorder:
         if frontier.margins is None or not frontier.num_drafted.any():
             return
         groups = [self._group_of[sequence.request.request_id] for sequence in record.plan.decodes]
-        chains = Chains(
-            self._padded(frontier.margins),
-            {segment: self._padded(exit_margins[segment]) for segment in self.exits},
-            frontier.num_drafted,
-            record.acceptance.num_accepted,
-            np.array(groups, np.int64),
-            np.array([not sequence.request.sampling.is_greedy for sequence in record.plan.decodes]),
-        )
-        self._records.append(chains.take(np.flatnonzero(chains.num_drafted)))
-
-    @property
-    def num_steps(self) -> int:
-        """Returns the number of recorded steps, those that drafted."""
-        return len(self._records)
+        samples = np.array([not sequence.request.sampling.is_greedy for sequence in record.plan.decodes])
+        margins = {segment: self._padded(exit_margins[segment]) for segment in self.exits}
+        outcomes = (frontier.num_drafted, record.acceptance.num_accepted, np.array(groups, np.int64), samples)
+        chains = Chains(self._padded(frontier.margins), margins, *outcomes)
+        self.records.append(chains.take(np.flatnonzero(chains.num_drafted)))
 
     def chains(self) -> Chains:
         """Returns all recorded chains. Raises FaserError if there are none."""
-        if not self._records:
+        if not self.records:
             raise FaserError("calibration: nothing was drafted")
-        return Chains.joined(self._records)
+        return Chains.joined(self.records)
 
     def _padded(self, array: np.ndarray) -> np.ndarray:
         return np.pad(array.astype(np.float64), ((0, 0), (0, self._width - array.shape[1])))
@@ -162,7 +153,7 @@ def record_chains(
         engine.step_runner.observers.append(recorder.observe)
         for _, request in requests:
             engine.submit(request)
-        while engine.has_work and (time.monotonic() <= latest_s or recorder.num_steps < MIN_STEPS):
+        while engine.has_work and (time.monotonic() <= latest_s or len(recorder.records) < MIN_STEPS):
             for output in engine.step():
                 if output.error is not None:
                     raise FaserError(f"request {output.request_id} failed: {output.error}")

@@ -181,11 +181,6 @@ def profile_engine(
         return _Profiler(runtime, engine_dir, manifest).run(QUICK if is_quick else FULL, prompts, budget_s)
 
 
-def _report(what: str, done: float) -> None:
-    """Logs that a part begins. done: the share of all work that is done."""
-    log.info(f"{done:4.0%}  {what}")
-
-
 @dataclass(frozen=True, slots=True)
 class _Profiler:
     """Runs the parts of a profile, one after the other, on one open runtime."""
@@ -205,14 +200,14 @@ class _Profiler:
 
     def run(self, effort: Effort, prompts: Path | None, budget_s: float | None) -> Profile:
         manifest, widths, pads = self.manifest, key_columns(self.manifest), self.manifest.runtime_spec.is_gathered
-        _report("measuring the engine's speed", 0.0)
+        log.info("  0%  measuring the engine's speed")
         seconds = self._estimate_s(effort)
         work = share_within(seconds, budget_s)
         less = "" if work == 1.0 else f" for {work:.0%} of a profile's calls"
         log.info(f"time: about {max(seconds * work, 1.0):.0f} s{less}")
         effort = effort.scaled(work)
         # Calibration is first: a machine that warms up does not affect it, and it finds bad options early.
-        _report("calibration", 0.0)
+        log.info("  0%  calibration")
         calibration = calibrate(
             self._make_engine,
             self.engine_dir,
@@ -238,7 +233,7 @@ class _Profiler:
         }
         calls = cost_model_of(manifest, costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0))
         overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
-        _report("done", 1.0)
+        log.info("100%  done")
         return Profile(
             fingerprint=Fingerprint.here(manifest),
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
@@ -281,11 +276,11 @@ class _Profiler:
         """Measures one partition after the other; results go into `sampled`, which outlives an interrupt."""
         bench = Bench(self.runtime, self.models, cases, max_sweeps=effort.max_sweeps, seed=SEED)
         for index, share in enumerate(self.shares, 1):
-            _report(f"{share.model} on {share.partition}", index / (len(self.shares) + 2))
+            log.info(f"{index / (len(self.shares) + 2):4.0%}  {share.model} on {share.partition}")
             sampled[share] = bench.measure(share, effort.calls_s / len(self.shares))
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
-        _report("step overhead", 1 - 1 / (len(self.shares) + 2))
+        log.info(f"{1 - 1 / (len(self.shares) + 2):4.0%}  step overhead")
         steps.visit()
         found = steps.lanes()
         if self.models.draft is not None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from faser_backend.policy.cost_model import CostModel
 from faser_backend.profiling.calibration import RETENTION
-from faser_backend.serving.profile_store import Calibration, Profile
+from faser_backend.serving.profile_store import Profile
 
 WIDE = 200  # columns of a table that nobody sees
 BUSY_SPREAD = 0.15  # an idle machine repeats a call within a few percent
@@ -27,9 +27,11 @@ def print_tables(profile: Profile, costs: CostModel, *, has_exits: bool) -> None
         printed("The machine was busy during the measurement: run this again when it is idle.")
     source = f"{calibration.num_fitted} draft tokens of {calibration.source}"
     printed(f"calibrated on {source}; thresholds keep {RETENTION:.0%} of the accepted tokens")
-    if calibration.exits:
-        console.print(exit_table(calibration))
-    elif has_exits:
+    for each in calibration.exits:  # held out: draft rows that it ends, and useful ones that it keeps
+        ended = f"{np.mean(each.pruned_shares):.1%} of the draft rows, {each.trimmed_pruned_share:.1%} after trimming"
+        kept = f"{each.retention:.1%} and {each.trimmed_retention:.1%} of the useful ones"
+        printed(f"exit after layer {each.layer}: ends {ended}; keeps {kept}")
+    if has_exits and not calibration.exits:
         printed("exits not calibrated: too few draft tokens were accepted or rejected")
 
 
@@ -41,16 +43,6 @@ def call_table(costs: CostModel) -> Table:
         rows.append([model, partition, *(f"{us:.0f}" for us in examples)])
     title = "Predicted call times, context 128"
     return terminal_table(title, ["model", "cores", "1 row, us", "16 x 5 rows, us"], rows)
-
-
-def exit_table(calibration: Calibration) -> Table:
-    """Returns a line per exit: draft rows that it ends, and useful ones that it keeps, alone and after trimming."""
-    rows = []
-    for each in calibration.exits:
-        shares = (np.mean(each.pruned_shares), each.retention, each.trimmed_pruned_share, each.trimmed_retention)
-        rows.append([str(each.layer), *(f"{100 * share:.1f}" for share in shares)])
-    headings = ["layer", "ends %", "keeps %", "after trimming: ends %", "keeps %"]
-    return terminal_table("Exits, held out: draft rows ended, and useful ones kept", headings, rows)
 
 
 def table_console() -> Console:

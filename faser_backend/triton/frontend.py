@@ -367,7 +367,7 @@ class LongTexts:
         if not self._free.acquire(blocking=False):
             raise QueueFullError(self._max_waiting)
         try:
-            self._pool.submit(self._read, read)
+            self._pool.submit(read).add_done_callback(lambda _: self._free.release())
         except RuntimeError:  # the pool is closed
             self._free.release()
             raise UnavailableError(SHUTTING_DOWN) from None
@@ -375,11 +375,3 @@ class LongTexts:
     def close(self) -> None:
         """Refuses further long texts, and waits until all are read. May be called again."""
         self._pool.shutdown()
-
-    def _read(self, read: Callable[[], None]) -> None:
-        try:
-            read()
-        except Exception:
-            _log.exception("a request with a long text failed unanswered")
-        finally:
-            self._free.release()

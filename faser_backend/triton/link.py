@@ -11,11 +11,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import stat
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
@@ -42,12 +44,12 @@ ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float16", "float32"})
 _ARRAY, _TOKENIZER = 1, 2  # MessagePack's extension types
 _READING = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 _log = logging.getLogger(__name__)
-DISCONNECT_POLL_S = 0.02
 CLOSE_S = 1.0  # for a frontend to receive its last outputs
 DIRECT = "openai-"  # prefix of the ids of the OpenAI server's requests
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
 MAX_COMMAND_BYTES = 64 << 20  # of a frame to the engine: a prompt of a million tokens and its fields
 MAX_EVENT_BYTES = 3 << 30  # of a frame from the engine: the logits of one output
+SMALL_BYTES = 16 << 10  # Linux calls a socket writable while three quarters of its 200 kB are free
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +91,10 @@ class FrameSocket:
 
     def __init__(self, stream: socket.socket, *, max_received: int, max_sent: int) -> None:
         """max_received, max_sent: bytes of one frame."""
-        self._stream = stream
+        self.stream = stream
         self._connection = Connection(os.dup(stream.fileno()))
+        self._writable = select.poll()
+        self._writable.register(self._connection, select.POLLOUT)
         self._max_received, self._max_sent = max_received, max_sent
         self._lock = threading.Lock()
 
@@ -107,6 +111,16 @@ class FrameSocket:
         with self._lock:
             self._connection.send_bytes(self.check(data))
 
+    def send_now(self, data: bytes) -> bool:
+        """Sends a frame unless that might block, and returns whether it did. Raises as `send` does."""
+        if len(data) > SMALL_BYTES:
+            return False
+        with self._lock:
+            if not self._writable.poll(0):
+                return False
+            self._connection.send_bytes(self.check(data))
+        return True
+
     def receive(self) -> bytes | None:
         """Returns the next frame, or None if the other end has closed. Raises OSError for a frame that is too long."""
         try:
@@ -117,8 +131,8 @@ class FrameSocket:
     def close(self) -> None:
         """Ends the connection. A `receive` on another thread returns."""
         with contextlib.suppress(OSError):
-            self._stream.shutdown(socket.SHUT_RDWR)
-        self._stream.close()
+            self.stream.shutdown(socket.SHUT_RDWR)
+        self.stream.close()
 
 
 def socket_path(server_pid: int) -> Path:
@@ -169,7 +183,7 @@ class LinkServer:
         self._loop = loop
         self._handshake = handshake
         self._path = path
-        self._served: list[tuple[Subscription, threading.Thread, threading.Thread]] = []  # with reader and writer
+        self._served: list[_ServedFrontend] = []
         remove_stale_sockets(path.parent)
         fresh = path.with_suffix(".new")
         fresh.unlink(missing_ok=True)
@@ -188,9 +202,9 @@ class LinkServer:
     def wait_for_disconnects(self, timeout_s: float) -> None:
         """Waits until every frontend has its last answer and has disconnected, to use the new engine."""
         deadline_s = time.monotonic() + timeout_s
-        while (num_left := sum(reader.is_alive() for _, reader, _ in self._served)) and time.monotonic() < deadline_s:
-            time.sleep(DISCONNECT_POLL_S)
-        if num_left:
+        for one in self._served:
+            one.reader.join(max(0.0, deadline_s - time.monotonic()))
+        if num_left := sum(one.reader.is_alive() for one in self._served):
             _log.warning("disconnecting %d frontends that still wait for answers after %.0f s", num_left, timeout_s)
 
     def close(self) -> None:
@@ -200,9 +214,9 @@ class LinkServer:
         self._listener.close()
         if not self.is_superseded:
             self._path.unlink(missing_ok=True)
-        for subscription, _, writer in self._served:
-            subscription.close()
-            writer.join(CLOSE_S)
+        for one in self._served:
+            one.subscription.close()
+            one.writer.join(CLOSE_S)
 
     def _accept(self) -> None:
         while True:
@@ -211,78 +225,102 @@ class LinkServer:
             except OSError:  # closed
                 return
             frames = FrameSocket(stream, max_received=MAX_COMMAND_BYTES, max_sent=MAX_EVENT_BYTES)
-            subscription = self._loop.subscribe()
-            reader, writer = (
-                threading.Thread(target=target, args=(frames, subscription), name="link", daemon=True)
-                for target in (self._read, self._write)
-            )
-            reader.start()
-            writer.start()
-            self._served.append((subscription, reader, writer))
+            self._served.append(_ServedFrontend(frames, self._loop, self._handshake))
 
-    def _read(self, frames: FrameSocket, subscription: Subscription) -> None:
+
+class _ServedFrontend:
+    """The engine's end of one connection: a thread that reads commands, and one that sends what must wait.
+
+    While the frontend keeps up, the thread that runs steps sends by itself, before it plans the next step: other
+    processes then work while cores are free, and no thread waits for Python's lock.
+    """
+
+    def __init__(self, frames: FrameSocket, loop: EngineLoop, handshake: Handshake) -> None:
+        self._frames = frames
+        self._waiting: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._is_behind = True  # the writer has something to send, at first the handshake
+        self.subscription = loop.subscribe(self._deliver)
+        self.reader = threading.Thread(target=self._read, name="link-read", daemon=True)  # until it disconnects
+        self.writer = threading.Thread(target=self._write, args=(handshake,), name="link-write", daemon=True)
+        self.reader.start()
+        self.writer.start()
+
+    def _read(self) -> None:
         try:
-            while (data := frames.receive()) is not None:
-                self._execute(subscription, unpack(Command, data))
+            while (data := self._frames.receive()) is not None:
+                self._execute(unpack(Command, data))
         except PackingError as error:
             # The peer has another version, or is no frontend.
             _log.warning("disconnecting a frontend that sent an invalid message: %s", error)
             with contextlib.suppress(FaserError, OSError):
-                frames.send(pack(Event(error=error.failure)))
+                self._frames.send(pack(Event(error=error.failure)))
         except OSError:
             pass
-        frames.close()
-        subscription.close()  # its requests free their KV blocks
+        self._frames.close()
+        self.subscription.close()  # its requests free their KV blocks
 
-    def _execute(self, subscription: Subscription, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         request = command.request
         if command.verb != "submit":
-            getattr(subscription, command.verb)(command.id)  # unpack has checked that it is one of three names
+            getattr(self.subscription, command.verb)(command.id)  # unpack has checked that it is one of three names
             return
         if request is None:
             raise PackingError("Command.request = None: submit needs a request")
         try:
-            subscription.submit(request, command.id)
+            self.subscription.submit(request, command.id)
         except FaserError as error:
             refusal = EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error.failure)
-            subscription.outputs.put([refusal])
+            self._deliver([refusal])
 
-    def _write(self, frames: FrameSocket, subscription: Subscription) -> None:
+    def _deliver(self, batch: list[EngineOutput] | None) -> None:
+        with self._lock, self._sending():
+            must_wait = batch is None or self._is_behind or _has_arrays(batch)
+            if must_wait or not self._frames.send_now(pack(Event(outputs=batch or []))):
+                self._is_behind = True
+                self._waiting.put(batch)
+
+    def _write(self, handshake: Handshake) -> None:
+        with self._sending():
+            self._frames.send(pack(Event(handshake=handshake)))
+            while (batch := self._next_batch()) is not None:
+                self._send(batch)
+
+    def _next_batch(self) -> list[EngineOutput] | None:
+        with self._lock:
+            self._is_behind = not self._waiting.empty()
+        return self._waiting.get()
+
+    @contextlib.contextmanager
+    def _sending(self) -> Iterator[None]:
+        """Handles errors: a frontend must not wait forever for an event that cannot be sent."""
         try:
-            self._send_events(frames, subscription)
-        except FaserError as error:  # the frontend would wait forever for an event that cannot be sent
+            yield
+        except FaserError as error:
             _log.error("disconnecting a frontend, as an event cannot be sent to it: %s", error)
-            frames.close()
+            self._frames.close()
         except OSError:
-            pass  # the frontend is gone: the reader thread ends this queue
+            pass  # the frontend is gone: the reader ends the subscription
 
-    def _send_events(self, frames: FrameSocket, subscription: Subscription) -> None:
-        frames.send(pack(Event(handshake=self._handshake)))
-        while (batch := subscription.outputs.get()) is not None:
-            while not subscription.outputs.empty() and not _has_logits(batch):
-                more = subscription.outputs.get()
-                if more is None:
-                    return
-                batch = batch + more
-            if not _has_logits(batch):
-                frames.send(pack(Event(outputs=batch)))
-                continue
-            for output in batch:
-                try:
-                    frames.send(pack(Event(outputs=[output])))
-                except OSError:
-                    raise
-                except Exception as error:  # its logits exceed a frame or the memory; nothing was sent
-                    subscription.cancel(output.request_id)
-                    name = "return_generation_logits" if output.context_logits is None else "return_context_logits"
-                    failed = EngineOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
-                    failed.error = blamed(name, error)
-                    frames.send(pack(Event(outputs=[failed])))
+    def _send(self, batch: list[EngineOutput]) -> None:
+        if not _has_arrays(batch):
+            self._frames.send(pack(Event(outputs=batch)))
+            return
+        for output in batch:
+            try:
+                self._frames.send(pack(Event(outputs=[output])))
+            except (FaserError, MemoryError) as error:  # its logits exceed a frame or the memory; nothing was sent
+                self.subscription.cancel(output.request_id)
+                name = "return_generation_logits" if output.context_logits is None else "return_context_logits"
+                failed = EngineOutput(output.request_id, [], finish_reason=FinishReason.ERROR)
+                failed.error = blamed(name, error)
+                self._frames.send(pack(Event(outputs=[failed])))
 
 
-def _has_logits(batch: list[EngineOutput]) -> bool:
-    """Returns whether a batch holds logits; a frame holds those of one output at most."""
-    return any(output.context_logits is not None or output.generation_logits is not None for output in batch)
+def _has_arrays(batch: list[EngineOutput]) -> bool:
+    """Returns whether a batch holds arrays; a frame holds those of one output at most."""
+    names = ("context_logits", "generation_logits", "context_log_probs")
+    return any(getattr(output, name) is not None for output in batch for name in names)
 
 
 class SocketLink:
@@ -292,11 +330,12 @@ class SocketLink:
     """
 
     def __init__(self, path: Path, timeout_s: float, deliver: Deliver | None = None) -> None:
-        """deliver: takes the lists instead of `outputs`. It is called on the link's thread and must not block."""
+        """deliver: takes the lists instead of `outputs`, on the thread that calls `read`; without it a thread reads."""
         self.outputs: SimpleQueue[list[EngineOutput] | None] = SimpleQueue()
         self._deliver = deliver or self.outputs.put
         before = socket_id(path)  # before connecting, so that an engine that starts meanwhile is noticed
         self._frames = _connect(path, timeout_s)
+        self.stream = self._frames.stream  # by which an event loop knows when to call `read`
         self._sender = ThreadPoolExecutor(1, "link-send")
         self.socket_id = before or socket_id(path)  # unset if the first engine started while the link waited
         self._failure: FaserError | None = None
@@ -304,7 +343,8 @@ class SocketLink:
         if event is None or event.handshake is None:
             raise UnavailableError(f"the engine at {path} closed the connection without a handshake")
         self.handshake: Handshake = event.handshake
-        threading.Thread(target=self._read, name="link-read", daemon=True).start()
+        if deliver is None:
+            threading.Thread(target=self._read, name="link-read", daemon=True).start()
 
     def submit(self, request: Request, client_id: str) -> Future[None]:
         """Returns a future that ends when the engine has taken the request; until it begins, it can be cancelled.
@@ -330,26 +370,31 @@ class SocketLink:
             raise self._failure
         return self._sender.submit(self._frames.send, self._frames.check(pack(command)))
 
-    def _receive(self) -> Event | None:
-        """Returns the next event, or None once the engine has closed the link. Raises the engine's error."""
-        data = self._frames.receive()
-        if data is None:
-            return None
-        event = unpack(Event, data)
-        if event.error is not None:
-            raise FailedError(event.error)
-        return event
-
-    def _read(self) -> None:
+    def read(self) -> bool:
+        """Waits for the next frame and delivers its outputs. Returns False at the end of the connection."""
+        outputs = None
         try:
-            while (event := self._receive()) is not None:
-                self._deliver(event.outputs)
+            event = self._receive()
+            outputs = event and event.outputs
         except FaserError as error:
             _log.warning("the link to the engine ended: %s", error)
             self._failure = error
         except OSError:
             pass
-        self._deliver(None)
+        self._deliver(outputs)
+        return outputs is not None
+
+    def _receive(self) -> Event | None:
+        """Returns the next event, or None once the engine has closed the link. Raises the engine's error."""
+        data = self._frames.receive()
+        event = None if data is None else unpack(Event, data)
+        if event is not None and event.error is not None:
+            raise FailedError(event.error)
+        return event
+
+    def _read(self) -> None:
+        while self.read():
+            pass
 
 
 # A frontend's engine, in its own process or behind a socket. `outputs` yields lists of EngineOutput, and None once the

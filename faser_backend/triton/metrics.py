@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -290,7 +291,7 @@ class ComposingCounters:
             for model in COMPOSING_MODELS:
                 self._counters[model, name] = metric({"model": model, "version": version})
         self._lock = threading.Lock()
-        self._pending: dict[tuple[str, str], int] = {}
+        self._pending = Counter[tuple[str, str]]()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="composing-counters", daemon=True)
         self._thread.start()
@@ -311,8 +312,7 @@ class ComposingCounters:
         with self._lock:
             for model, nanoseconds in durations_ns.items():
                 amounts = (1, num_prompts, 1, *(duration // 1000 for duration in nanoseconds))
-                for name, amount in zip(COMPOSING_COUNTERS, amounts, strict=True):
-                    self._pending[model, name] = self._pending.get((model, name), 0) + amount
+                self._pending.update({(model, name): n for name, n in zip(COMPOSING_COUNTERS, amounts, strict=True)})
 
     def close(self) -> None:
         self._closing.set()
@@ -323,7 +323,6 @@ class ComposingCounters:
         while not is_closing:
             is_closing = self._closing.wait(FLUSH_PERIOD_S)  # then sends the last increments
             with self._lock:
-                pending, self._pending = self._pending, {}
+                pending, self._pending = +self._pending, Counter()  # without zeros
             for key, amount in pending.items():
-                if amount:
-                    self._counters[key].increment(amount)
+                self._counters[key].increment(amount)

@@ -122,7 +122,7 @@ def claim_ports(host: str, ports: dict[str, int]) -> contextlib.ExitStack:
         return claims.pop_all()
 
 
-class TritonServer:
+class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
     """One server process and its launch folder. Use as a context manager, or call `stop`."""
 
     def __init__(self, options: ServeOptions, parameters: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -269,9 +269,6 @@ class TritonServer:
                     with contextlib.suppress(OSError):
                         sys.stderr.buffer.write(line)
                         sys.stderr.buffer.flush()
-
-    def __enter__(self) -> TritonServer:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.stop()

@@ -48,28 +48,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> HeadOptions:
     tokenizer = root / "target" / "tokenizer.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"pre_tokenizer": {"type": "WhitespaceSplit"}}))
     options = HeadOptions(
-        target=root / "target",
-        output=root / "head",
-        work=root / "work",
-        tokens=1500,
-        passes=6,
-        num_ids=NUM_IDS,
-        num_kv_heads=4,
-        tokens_per_step=256,
-        matrix_rate=0.02,
-        rate=0.01,
-        num_slots=8,
-        num_threads=1,
-        precision="fp32",
-        dialogues_per_shard=8,
-        max_question=40,
-        max_answer=24,
-        round_tokens=200,
-        num_columns=40,
-        warmup_steps=2,
-        report_every=1,
-        check_every=5,
-    )
+        target=root / "target", output=root / "head", work=root / "work", tokens=1500, passes=6, num_ids=NUM_IDS,
+        num_kv_heads=4, tokens_per_step=256, matrix_rate=0.02, rate=0.01, num_slots=8, num_threads=1, precision="fp32",
+        dialogues_per_shard=8, max_question=40, max_answer=24, round_tokens=200, num_columns=40, warmup_steps=2,
+        report_every=1, check_every=5,
+    )  # fmt: skip
     write(options)
     train(options)
     save_trained(options)

@@ -33,7 +33,7 @@ def test_an_engine_that_takes_nothing_fails_requests_in_time_and_blocks_nobody(t
 
     async def ask(client: EngineClient) -> ErrorCode:
         with pytest.raises(FailedError) as failed:
-            async for _ in client.generate(Generation(request("", [1] * (1 << 20)), 8), {}):
+            async for _ in client.generate([Generation(request("", [1] * (1 << 20)), 8)], {}, set()):
                 pass
         return failed.value.code
 

@@ -52,13 +52,13 @@ class FakeClient:
 
     async def close(self) -> None: ...
 
-    async def generate(self, wanted: Any, _: dict[str, str]) -> AsyncIterator[EngineOutput]:
+    async def generate(self, wanted: Any, *_: Any) -> AsyncIterator[tuple[int, EngineOutput]]:
         for token_id in (70, 71, 72):
-            logits = np.full((1, 2048), np.nan, np.float32) if wanted.num_top else None
-            yield EngineOutput("", [token_id], [float("-inf")], generation_logits=logits)
+            logits = np.full((1, 2048), np.nan, np.float32) if wanted[0].num_top else None
+            yield 0, EngineOutput("", [token_id], [float("-inf")], generation_logits=logits)
             if FakeClient.fails:
                 raise LookupError("an unexpected failure")
-        yield EngineOutput("", [], finish_reason=FinishReason.STOPPED)
+        yield 0, EngineOutput("", [], finish_reason=FinishReason.STOPPED)
 
 
 @pytest.fixture(scope="module")

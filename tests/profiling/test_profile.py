@@ -115,7 +115,7 @@ def test_the_command_writes_the_file_and_prints_a_line_per_model_and_partition(
     for key in profile.costs:
         assert any(tuple(line.split()[:2]) == key for line in lines)
     assert any("us outside calls" in line for line in lines)
-    assert any(line.startswith("Exits") for line in lines) == bool(profile.calibration.exits)
+    assert any(line.startswith("exit after layer") for line in lines) == bool(profile.calibration.exits)
 
 
 def test_without_a_profile_the_default_works(engine: Path, tmp_path: Path) -> None:

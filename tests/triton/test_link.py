@@ -236,6 +236,23 @@ def test_a_frame_that_is_too_long_is_not_sent():
         FrameSocket(left, max_received=10, max_sent=10).send(bytes(11))
 
 
+def test_a_frontend_that_reads_nothing_delays_nobody_and_loses_nothing(path: Path):
+    kept: list[EngineOutput] = []
+    slow, other = SocketLink(path, 5.0, lambda outputs: kept.extend(outputs or [])), SocketLink(path, 5.0)
+    for request_id in (ids := [f"{number}-{'long name' * 500}" for number in range(4)]):
+        slow.submit(request(request_id, [1, 2, 3], 80), "")  # 1.4 MB of outputs; a socket holds 0.2
+    other.submit(request("r", [4], 100), "")
+    while not any(output.is_final for output in other.outputs.get(timeout=10) or []):
+        assert not kept
+    while sum(output.is_final for output in kept) < len(ids):
+        assert slow.read()
+    [expected] = drive(fake_engine()[0], [request("r", [1, 2, 3], 80)]).tokens.values()
+    for request_id in ids:
+        assert [one for output in kept if output.request_id == request_id for one in output.token_ids] == expected
+    slow.close()
+    other.close()
+
+
 def test_logits_that_do_not_fit_into_a_frame_fail_their_request_alone(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("faser_backend.triton.link.MAX_EVENT_BYTES", 3000)
     link = SocketLink(path, 5.0)
