@@ -26,6 +26,8 @@ def accept_matches(frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray)
     tokens are the target's own draws, so they do not depend on what was drafted or pruned.
     """
     num_columns, num_kept = frontier.drafted.shape[1], cu_rows[1:] - cu_rows[:-1]
+    if not num_columns:  # plain decoding
+        return Acceptance(sampled[:, None], np.zeros_like(num_kept), num_kept)
     tokens = sampled[_padded_rows(cu_rows, num_kept, num_columns + 1)]  # [B, K + 1]
     num_tested = np.minimum(frontier.num_drafted, num_kept)
     num_accepted = _leading(tokens[:, :-1] == frontier.drafted, num_tested)

@@ -16,6 +16,7 @@ import numpy as np
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
+from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.ports import Behind, Clock, GraphCounts, Partition, Sampler
 from faser_backend.core.record import StepRecord
@@ -130,14 +131,10 @@ class Engine:
             raise
 
     def cancel(self, request_id: str) -> bool:
-        """Ends a request as CANCELLED. Returns whether it was alive."""
-        return self._end(request_id, FinishReason.CANCELLED)
+        return self.end(request_id, FinishReason.CANCELLED)
 
-    def stop(self, request_id: str) -> bool:
-        """Ends a request as STOPPED, a normal shorter answer. Returns whether it was alive."""
-        return self._end(request_id, FinishReason.STOPPED)
-
-    def _end(self, request_id: str, reason: FinishReason) -> bool:
+    def end(self, request_id: str, reason: FinishReason) -> bool:
+        """Ends a request as CANCELLED, or as STOPPED, a normal shorter answer. Returns whether it was alive."""
         with self._condition:
             is_live = request_id in self._live
             if is_live:
@@ -241,25 +238,28 @@ class Engine:
         metrics.num_emitted += sum(len(output.token_ids) for output in outputs)
 
     def _count_round(self, record: StepRecord) -> None:
-        metrics, frontier, accepted = self._metrics, record.frontier, record.acceptance.num_accepted
+        metrics, decision, is_drafted = self._metrics, record.plan.decision, record.frontier.num_drafted.any()
+        if is_drafted:
+            self._count_drafts(record.frontier, record.acceptance.num_accepted)
+        metrics.num_pruned += int((record.frontier.num_rows - record.verification.num_kept).sum())
+        is_plain = not is_drafted and not record.plan.drafts
+        metrics.num_steps_by_kind[PLAIN if is_plain else decision.mode.value] += 1
+        if decision.num_draft_tokens:  # a step of new sequences alone comes without a decision
+            metrics.tokens_per_second = 1e6 * decision.tokens_per_us
+        metrics.num_row_layers += record.verification.num_row_layers
+
+    def _count_drafts(self, frontier: Frontier, accepted: np.ndarray) -> None:
+        metrics, proposer = self._metrics, self.step_runner.proposer
         metrics.num_drafted += int(frontier.num_drafted.sum())
         metrics.num_accepted += int(accepted.sum())
         metrics.num_drafts += int(np.count_nonzero(frontier.num_drafted))
         for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
             metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
-        proposer = self.step_runner.proposer
         main = "model" if proposer is None else proposer.main_source
         sums = (np.bincount(frontier.sources, each, len(SOURCES)) for each in (frontier.num_drafted, accepted))
         for source, of_source_drafted, of_source_accepted in zip((main, *SOURCES[1:]), *sums, strict=True):
             metrics.num_drafted_by_source[source] += int(of_source_drafted)
             metrics.num_accepted_by_source[source] += int(of_source_accepted)
-        metrics.num_pruned += int((frontier.num_rows - record.verification.num_kept).sum())
-        decision = record.plan.decision
-        is_plain = not frontier.num_drafted.any() and not record.plan.drafts
-        metrics.num_steps_by_kind[PLAIN if is_plain else decision.mode.value] += 1
-        if decision.num_draft_tokens:  # a step of new sequences alone comes without a decision
-            metrics.tokens_per_second = 1e6 * decision.tokens_per_us
-        metrics.num_row_layers += record.verification.num_row_layers
 
     def metrics(self) -> EngineMetrics:
         """Returns the live metrics. On another thread than the step's they may be one step old."""

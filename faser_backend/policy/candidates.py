@@ -176,8 +176,7 @@ class Explorer:
 
     def __init__(self) -> None:
         self.current: Score | None = None
-        self._num_left = 0  # steps
-        self._saved_us = 0.0
+        self._num_left, self._saved_us = 0, 0.0  # steps of it; for the next one
 
     def observe(self, record: StepRecord, *, has_drafted: bool) -> None:
         """Counts a step of the exploration, or saves for the next one. A step in which the draft only catches up does
@@ -205,8 +204,7 @@ class Explorer:
         cost_us = (EXPLORED_STEPS + COLD_STEPS) * each_us + once_us + OWN_US
         if self._saved_us >= cost_us or (is_new and lost_us < EXPENSIVE * other.step_us and once_us < math.inf):
             self._saved_us = min(max(self._saved_us - cost_us, 0.0), cost_us)
-            self.current = other
-            self._num_left = COLD_STEPS + (1 if is_new else EXPLORED_STEPS)
+            self.current, self._num_left = other, COLD_STEPS + (1 if is_new else EXPLORED_STEPS)
 
 
 def some_drafting(sequences: Sequence[RunningSequence], size: int) -> list[int]:

@@ -35,7 +35,8 @@ MIN_INTERVAL, MAX_INTERVAL = 4, 64
 # time if steps are short. Learned from every step, drafting seemed 4 % slower than it is, maybe for cold caches.
 LEARN_EVERY, EXPLORED_LEARN_EVERY, LEARN_SPAN_US = 8, 4, 40_000.0
 PROBE_TOKENS, PROBE_TESTS = 4, 16  # that a step drafts, one per request at least, until so many were tested
-MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while drafting
+MANY_TESTS = 256  # of draft tokens; until then the interval does not grow while drafting, and drafting gets a bonus
+BONUS = 0.08  # share of its speed, without tests; it fades. Once the draft rests, trying again costs its catching up
 # The mode is chosen again at once if more than this share of the batch, and of a drafting one more than one request,
 # joins or leaves. In a burst, when the batch changes at every step, weighing must not delay the requests that wait.
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
@@ -96,7 +97,9 @@ class ThroughputPolicy:
         num_left = self._weigh_reading(sequences)
         chains = candidates.batch_means(self._acceptance, self._acceptance.offsets(sequences))
         self._scores = candidates.scores_of(self._times_of(size, WHOLE), splits, chains, self._yield.ratios)
-        plain, now = self._scores[0], max(self._scores, key=self._speed)
+        bonus = 1.0 + BONUS * self.costs.is_measured * max(1.0 - self._acceptance.num_tests / MANY_TESTS, 0.0)
+        plain, drafting = self._scores[0], max(self._scores[1:], key=self._speed)
+        now = drafting if bonus * self._speed(drafting) > self._speed(plain) else plain
         before = self.chosen or now
         gain_us = num_left * (1.0 / self._speed(plain) - 1.0 / self._speed(now))
         # A draft that rested has to catch up first. If these requests do not repay that, others may.
@@ -114,11 +117,9 @@ class ThroughputPolicy:
         if now.mode is None:
             self._yield.fade()
         self._most_change = size * PLAIN_CHANGE if now.mode is None else max(size * DRAFTING_CHANGE, 1.0)
-        self.chosen = now
-        self._price = self._speed(now)
-        if has_changed:
+        self.chosen, self._price = now, self._speed(now)
+        if has_changed or self._explorer.current is None:
             self._explorer.current = None
-        if self._explorer.current is None:
             self._consider_exploring(sequences, now)
         return self._new_decision(sequences)
 
@@ -184,9 +185,8 @@ class ThroughputPolicy:
             return Decision([0] * size, **why)
         offsets = np.zeros(MAX_NUM_SEQS)  # by slot, also of those whose prompts the step reads
         offsets[[each.slot for each in sequences]] = self._acceptance.offsets(sequences)
-        longest = MAX_ADAPTIVE_TOKENS
-        if self._acceptance.num_tests < PROBE_TESTS:  # nobody knows yet whether anything is accepted
-            longest = max(PROBE_TOKENS // size, 1)
+        is_new = self._acceptance.num_tests < PROBE_TESTS  # nobody knows yet whether anything is accepted
+        longest = max(PROBE_TOKENS // size, 1) if is_new else MAX_ADAPTIVE_TOKENS
         lengths, trim = [min(score.num_draft_tokens, longest)] * size, None
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
         if rests:  # an exploration among plain rounds

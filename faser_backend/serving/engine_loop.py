@@ -134,7 +134,7 @@ class EngineLoop:
             if route is not None and route.is_compiling:
                 self._answer_unstarted(request_id, reason)
                 return
-        (self.engine.cancel if reason is FinishReason.CANCELLED else self.engine.stop)(request_id)
+        self.engine.end(request_id, reason)
 
     def end_all(self, reason: FinishReason, is_meant: Callable[[_Route], bool]) -> None:
         with self._lock:

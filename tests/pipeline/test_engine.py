@@ -93,10 +93,10 @@ def test_stop_request_is_a_normal_shorter_answer():
     collected: list[int] = []
     while len(collected) < 5:
         collected += [token for output in engine.step() for token in output.token_ids]
-    assert engine.stop("a")
+    assert engine.end("a", FinishReason.STOPPED)
     (final,) = engine.step()
     assert final.finish_reason is FinishReason.STOPPED
-    assert not engine.stop("a")
+    assert not engine.end("a", FinishReason.STOPPED)
     assert not engine.has_work
 
 
