@@ -149,7 +149,7 @@ def test_a_unary_server_cancels_refuses_foreign_stops_and_drains(engine_dir: Pat
             infer_grpc(served.grpc_port, "ensemble", text_request(stop=one(True, bool)), request_id="1")
         result, error = received.get(timeout=40)
         assert error is None and len(result.as_numpy("text_output")[0]) > 400
-        drained = [start_unary(client)[1] for _ in range(4)]
+        drained = [start_unary(client, max_tokens=3000)[1] for _ in range(4)]
         time.sleep(0.1)
         served.process.send_signal(signal.SIGTERM)
         body = {"text_input": "x", "max_tokens": 1}
@@ -160,9 +160,9 @@ def test_a_unary_server_cancels_refuses_foreign_stops_and_drains(engine_dir: Pat
         assert served.process.wait(40) == 0
 
 
-def start_unary(client: triton.InferenceServerClient, request_id: str = "") -> tuple[Any, queue.Queue]:
+def start_unary(client: Any, request_id: str = "", max_tokens: int = 480) -> tuple[Any, queue.Queue]:
     received: queue.Queue = queue.Queue()
-    inputs = inputs_of(arrays_of(text_input=PROMPT, max_tokens=480, end_id=-1))
+    inputs = inputs_of(arrays_of(text_input=PROMPT, max_tokens=max_tokens, end_id=-1))
     call = client.async_infer(
         "ensemble", inputs, lambda result, error: received.put((result, error)), request_id=request_id
     )
