@@ -113,10 +113,8 @@ class FrameSocket:
 
     def send_now(self, data: bytes) -> bool:
         """Sends a frame unless that might block, and returns whether it did. Raises as `send` does."""
-        if len(data) > SMALL_BYTES:
-            return False
         with self._lock:
-            if not self._writable.poll(0):
+            if len(data) > SMALL_BYTES or not self._writable.poll(0):
                 return False
             self._connection.send_bytes(self.check(data))
         return True

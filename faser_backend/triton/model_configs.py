@@ -7,7 +7,7 @@ templates leave open, are parameters too: `launch_text` or the model's `auto_com
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,5 +207,7 @@ def write_repositories(root: Path) -> list[Path]:
 if __name__ == "__main__":
     from faser_backend.places import data_folder
 
-    for path in write_repositories(Path(sys.argv[1]) if sys.argv[1:] else data_folder()):
+    parser = argparse.ArgumentParser(description="Writes the model repositories.")
+    parser.add_argument("folder", type=Path, nargs="?", default=data_folder(), help="default: where the package's lie")
+    for path in write_repositories(parser.parse_args().folder):
         print(path)
