@@ -19,6 +19,7 @@ from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
 FIRST_ROWS = 64  # of prompts beside decodes, before their time is known
+ENOUGH_ROWS = 0.25  # of max_prefill_tokens: so many cost little more in a step of their own
 PREFILL_HORIZON_STEPS = 32  # that policies plan for a growing batch; an answer of 100 tokens takes 25 to 100 steps
 
 
@@ -213,8 +214,9 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         budget = self._num_prompt_rows if plan.decodes or plan.drafts else self.max_prefill_tokens
+        enough = budget - self.max_prefill_tokens * ENOUGH_ROWS  # the prompts that end here wait for the whole step
         for sequence in self._reading():
-            if num_tokens := min(sequence.num_prefill_tokens, budget):
+            if budget > enough and (num_tokens := min(sequence.num_prefill_tokens, budget)):
                 plan.prefills.append(PrefillChunk(sequence, sequence.target_len, num_tokens))
                 budget -= num_tokens
                 self._num_read += num_tokens

@@ -115,10 +115,8 @@ def gauge_values(metrics: EngineMetrics) -> dict[str, dict[str, float]]:
 def memory_bytes() -> dict[str, float]:
     """Returns the bytes of this process in main memory and those that torch has allocated on a GPU."""
     num_resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
-    gpu = 0
     torch = sys.modules.get("torch")  # not imported here: only runtimes on a GPU load it
-    if torch is not None and torch.cuda.is_available():
-        gpu = torch.cuda.memory_allocated()
+    gpu = torch.cuda.memory_allocated() if torch is not None and torch.cuda.is_available() else 0
     return {"cpu": num_resident_pages * os.sysconf("SC_PAGE_SIZE"), "gpu": gpu, "pinned": 0}
 
 

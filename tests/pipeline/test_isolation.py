@@ -287,7 +287,7 @@ def test_an_error_in_a_clients_draft_ends_its_request_alone(mode: tuple[str, str
 def test_an_error_of_the_device_fails_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: what belongs to all is nobody's own."""
     fake = MODES["plain"](False)
-    fake.targets[0].fails_at_call = 5
+    fake.targets[0].fails_at_call = 12
     driven = drive(fake.engine, requests())
     assert {output.finish_reason for output in driven.final.values()} == {FinishReason.ERROR}
     assert fake.engine.metrics().num_failed_steps == 1

@@ -124,7 +124,19 @@ def test_short_prompts_are_read_first_but_not_for_ever():
         run(plan, 0)
         for ended in [each for each in sched.running if each.is_ready and each is not long]:
             sched.remove(ended)
-    assert first_steps == [True] + 5 * [False] + 3 * [True], "alone it takes 7 steps"
+    assert first_steps == [True] + 10 * [False] + 6 * [True], "alone it takes 7 steps"
+
+
+def test_a_prompt_that_ends_waits_for_no_other_unless_few_tokens_are_read():
+    sched = scheduler(2_000, budget=16, context=4_000)
+    for name, length in (("a", 3), ("b", 3), ("c", 3), ("d", 5)):
+        sched.add(sequence(name, length, 1))
+    steps = []
+    for _ in range(3):
+        plan = sched.schedule(InFlight.empty())
+        steps.append([chunk.num_tokens for chunk in plan.prefills])
+        run(plan, 0)
+    assert steps == [[2, 2], [2, 4], []]
 
 
 def test_a_draft_that_lags_is_caught_up_within_the_budget_before_it_drafts():
@@ -249,23 +261,10 @@ def test_random_load_always_finishes(seed: int, never_evicts: bool):
         assert num_steps < 2000, "the scheduler is stuck"
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "",
-        "fixed",
-        "fixed:0",
-        "fixed:33",
-        "fixed:x",
-        "fixed:-1",
-        "none:3",
-        "eagle",
-        "fixed:²",
-        "goodput:2",
-        "schedule",
-        "schedule:4:4",
-    ],
-)
+SPECS = "fixed fixed:0 fixed:33 fixed:x fixed:-1 none:3 eagle fixed:² goodput:2 schedule schedule:4:4"
+
+
+@pytest.mark.parametrize("spec", ["", *SPECS.split()])
 def test_unknown_policies_are_refused_by_name(spec: str):
     with pytest.raises(ConfigError, match="policy"):
         parse_policy(spec, guessed)
