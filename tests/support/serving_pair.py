@@ -54,10 +54,10 @@ def write_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0
     return directory
 
 
-def build_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0) -> Path:
+def build_pair(directory: Path, max_context: int = MAX_CONTEXT, *, seed: int = 0, runtime: str = "llvm") -> Path:
     """Builds the engine directory of a new pair with the common tokenizer."""
     pair = write_pair(directory / "pair", max_context, seed=seed)
-    build_engines(pair / "target", pair / "draft", directory / "engine")
+    build_engines(pair / "target", pair / "draft", directory / "engine", runtime=runtime)
     return directory / "engine"
 
 

@@ -30,10 +30,10 @@ class Adapted(NamedTuple):
     expected: dict[str, RequestOutput]  # by adapter, "" without one
 
 
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Adapted]:
+@pytest.fixture(scope="module", params=["llvm"])
+def adapted(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Adapted]:
     folder, [port] = tmp_path_factory.mktemp("adapted"), free_ports(1)
-    engine_dir = build_pair(folder)
+    engine_dir = build_pair(folder, runtime=request.param)
     for seed, name in enumerate(("red", "blue")):
         write_adapter(folder / "pair" / "target", folder / name, seed=seed)
     texts = [f"{name}={folder / name}" for name in ("red", "blue")]
@@ -56,6 +56,7 @@ def complete(adapted: Adapted, model: str, **more: Any) -> str:
     return answer.choices[0].text
 
 
+@pytest.mark.parametrize("adapted", ["torch", "llvm"], indirect=True)
 def test_every_way_to_an_adapter_gives_its_tokens(adapted: Adapted) -> None:
     assert len({answer.text for answer in adapted.expected.values()}) == 3
     models = {model.id: model.model_dump()["parent"] for model in adapted.client.models.list()}
