@@ -6,7 +6,8 @@ factors of a chain's survival.
 
 The chance of a draft token of request i with margin m is sigmoid(logit c(m) + offset_i). Each source of chains has its
 own curve c. The offset has a normal prior and is updated with every test, as in online logistic regression:
-precision += sum p (1 - p), offset += sum (y - p) / precision. It begins at 0, or at the mean of its adapter's.
+precision += sum p (1 - p), offset += sum (y - p) / precision. It begins at the mean of its adapter, or of its kind,
+greedy or sampled, which the profile tells at first.
 
 `DrafterChoice` chooses between two drafters of a request the one whose chain is worth more tokens. A look-up costs next
 to nothing, so it comes first, and its chain says how many of its tokens agree: its chances are known. What the draft
@@ -42,7 +43,7 @@ _GUESSED_PROBS = 1.0 - 0.7 * np.exp(-0.55 * MARGIN_KNOTS)
 _GUESSED_SHARES = np.diff(1.0 - np.exp(-np.append(MARGIN_KNOTS, np.inf) / 2.5))
 OFFSET_STD = 0.6  # of the prior: requests' acceptance differs by 7 to 15 points
 _PRIOR_PRECISION = OFFSET_STD**-2
-_ADAPTER_SHARE, _MOST_ADAPTERS = 0.02, 1024  # of an offset in its adapter's mean, per step; means that are kept
+_GROUP_SHARE, _MOST_GROUPS = 0.02, 1024  # of an offset in the mean of its adapter or kind, per step; means kept
 _CHAINS_FADE = 0.99  # by chain, of the shares of sources
 _MOST_PRECISION = _PRIOR_PRECISION + 25.0  # about 150 tests: a text may change
 
@@ -57,10 +58,8 @@ class MarginCounts:
     @classmethod
     def of(cls, margins: np.ndarray, is_accepted: np.ndarray) -> MarginCounts:
         """Counts tested draft tokens: margins [n], is_accepted bool [n]."""
-        bins = margin_bins(margins)
-        size = MARGIN_KNOTS.size
-        tested = np.bincount(bins, minlength=size).astype(np.float64)
-        return cls(tested, np.bincount(bins, weights=is_accepted, minlength=size))
+        bins, size = margin_bins(margins), MARGIN_KNOTS.size
+        return cls(*(np.bincount(bins, each, size) for each in (np.ones(bins.size), is_accepted)))
 
 
 def margin_bins(margins: np.ndarray) -> np.ndarray:
@@ -146,7 +145,7 @@ class MatchCalibration:
             self._refresh()
 
 
-def logits(chances: np.ndarray) -> np.ndarray:
+def logits(chances: np.ndarray | float) -> np.ndarray:
     """Returns log(c / (1 - c)), between -_MAX_LOGIT and _MAX_LOGIT."""
     edge = 1.0 / (1.0 + math.exp(_MAX_LOGIT))
     bounded = np.clip(chances, edge, 1.0 - edge)
@@ -172,7 +171,9 @@ class AcceptanceModel:
         self._calibrations = [MatchCalibration(known if source == MAIN else None) for source in range(CLIENT)]
         self._num_chains = np.eye(CLIENT)[MAIN]  # by source, older ones faded
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
-        self._means: dict[str, float] = {}  # of offsets, by adapter
+        usual, known = self._calibrations[MAIN].curve.mean_chance, {k: m for k, m in margins.items() if m.tested.any()}
+        # Of offsets, by adapter, and by kind of requests without one.
+        self._means = {k: float(logits(m.accepted.sum() / m.tested.sum()) - logits(usual)) for k, m in known.items()}
         self.num_tests = 0
 
     @property
@@ -194,13 +195,12 @@ class AcceptanceModel:
         """Returns the offset [B] of each request. Forgets the requests that are gone."""
         if len(self._requests) > 2 * len(sequences) + 16:
             self._requests = {each: self._requests[each] for each in sequences if each in self._requests}
-            self._means = dict([*self._means.items()][-_MOST_ADAPTERS:])
+            self._means = dict([*self._means.items()][-_MOST_GROUPS:])
         return np.array([self._known_of(each)[0] for each in sequences])
 
     def _known_of(self, sequence: RunningSequence) -> tuple[float, float]:
-        """Returns offset and precision of a request; a new one begins at its adapter's mean."""
-        mean = self._means.get(sequence.request.lora_name, 0.0)
-        return self._requests.get(sequence, (mean, _PRIOR_PRECISION))
+        """Returns offset and precision of a request; a new one begins at the mean of its adapter or kind."""
+        return self._requests.get(sequence, (self._means.get(_group_of(sequence), 0.0), _PRIOR_PRECISION))
 
     def observe(self, record: StepRecord) -> None:
         """Learns from the tests of the server's own drafts in a step."""
@@ -221,14 +221,18 @@ class AcceptanceModel:
             offset = offset + (num_accepted - expected) / precision
             self._requests.update(zip(sequences, zip(offset.tolist(), precision.tolist(), strict=True), strict=True))
             for each, found in zip(sequences, offset.tolist(), strict=True):
-                if name := each.request.lora_name:
-                    mean = self._means.get(name, 0.0)
-                    self._means[name] = mean + _ADAPTER_SHARE * (found - mean)
+                mean = self._means.get(group := _group_of(each), 0.0)
+                self._means[group] = mean + _GROUP_SHARE * (found - mean)
             calibration.observe(margins, num_accepted, num_tested)
             self.num_tests += int(num_tested.sum())
             count = np.count_nonzero(frontier.num_drafted[rows])
             self._num_chains *= _CHAINS_FADE**count
             self._num_chains[source] += count
+
+
+def _group_of(sequence: RunningSequence) -> str:
+    """Returns the adapter of a request, or its kind without one: requests of a group are accepted alike."""
+    return sequence.request.lora_name or KINDS[not sequence.request.sampling.is_greedy]
 
 
 class DrafterChoice:

@@ -55,9 +55,7 @@ class GridProcess:
         """prior: covariance [G, G] before the first observation. noise_std: of one observation. drift: e above."""
         self.mean = np.zeros(prior.shape[0])  # [G]
         self.covariance = prior.copy()  # [G, G]
-        self._noise_variance = noise_std**2
-        self._drift = drift
-        self._renewed = drift * prior
+        self._noise_variance, self._drift, self._renewed = noise_std**2, drift, drift * prior
 
     def observe(self, weights: np.ndarray, value: float) -> None:
         """Lets the function drift, then learns that weights [G] @ its values were measured as `value`."""
@@ -95,8 +93,7 @@ class GpLcb:
         num_deep = np.count_nonzero(is_drafted, axis=1)  # [P, K] chains of that depth or more
         num_drafted = num_deep.cumsum(axis=1)  # [P, K] by cap
         tokens = size + (survival * is_drafted).sum(axis=1).cumsum(axis=1)
-        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
-        times = self._times.of(size, context, WHOLE)
+        times = self._times.of(size, self._costs.batch_context([each.num_tokens for each in sequences]), WHOLE)
         draft_us = (times.draft_us[num_deep] * (num_deep > 0)).cumsum(axis=1) + times.draft_round_us * (num_drafted > 0)
         round_us = draft_us + times.verify_us[num_drafted]
         weights = _weights(size, num_drafted.ravel() / size)  # [P K, G]

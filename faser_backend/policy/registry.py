@@ -66,9 +66,8 @@ class Goodput(WithoutLearning):
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         rates = acceptance_rates(sequences)[:, None]
         emitted = ((1.0 - rates ** (self._lengths + 1)) / (1.0 - rates)).sum(axis=0)  # [K + 1] tokens
-        context = self._costs.batch_context([sequence.num_tokens for sequence in sequences])
         size, lengths = len(sequences), self._lengths
-        times = self._times.of(size, context, WHOLE)
+        times = self._times.of(size, self._costs.batch_context([each.num_tokens for each in sequences]), WHOLE)
         draft_us = lengths * times.draft_us[size] + (lengths > 0) * times.draft_round_us
         best = int((emitted / (draft_us + times.verify_us[size * lengths])).argmax())
         return Decision([best] * size)

@@ -17,19 +17,9 @@ CURVE = MatchCalibration(None).curve
 
 
 def calibration(**changes: Any) -> ExitCalibration:
-    fields: dict[str, Any] = {
-        "segment": 0,
-        "layer": 2,
-        "bias": -0.2,
-        "chance_weight": 0.9,
-        "margin_weight": 0.3,
-        "threshold": 0.3,
-        "retention": 0.95,
-        "pruned_shares": (0.1, 0.4, 0.6),
-        "trimmed_retention": 0.99,
-        "trimmed_pruned_share": 0.05,
-    }
-    return ExitCalibration(**(fields | changes))
+    shares = {"pruned_shares": (0.1, 0.4, 0.6), "trimmed_retention": 0.99, "trimmed_pruned_share": 0.05}
+    fields: dict[str, Any] = {"bias": -0.2, "chance_weight": 0.9, "margin_weight": 0.3, "threshold": 0.3, **shares}
+    return ExitCalibration(**{"segment": 0, "layer": 2, "retention": 0.95, **fields, **changes})
 
 
 def random_view(seed: int, size: int = 40, width: int = 6) -> ExitView:

@@ -131,12 +131,10 @@ def test_a_prompt_that_ends_waits_for_no_other_unless_few_tokens_are_read():
     sched = scheduler(2_000, budget=16, context=4_000)
     for name, length in (("a", 3), ("b", 3), ("c", 3), ("d", 5)):
         sched.add(sequence(name, length, 1))
-    steps = []
-    for _ in range(3):
+    for expected in ([2, 2], [2, 4], []):
         plan = sched.schedule(InFlight.empty())
-        steps.append([chunk.num_tokens for chunk in plan.prefills])
+        assert [chunk.num_tokens for chunk in plan.prefills] == expected
         run(plan, 0)
-    assert steps == [[2, 2], [2, 4], []]
 
 
 def test_a_draft_that_lags_is_caught_up_within_the_budget_before_it_drafts():
@@ -204,9 +202,8 @@ def test_lengths_are_clipped_to_the_request_and_an_adapters_rows_lie_side_by_sid
 def test_drafts_are_given_up_before_anyone_is_preempted():
     sched = scheduler(num_blocks=10)
     sched.add(sequence("a", 38, 2))
-    run(sched.schedule(InFlight.empty()))
-    run(sched.schedule(InFlight.empty()))
-    run(sched.schedule(InFlight.empty()))
+    for _ in range(3):
+        run(sched.schedule(InFlight.empty()))
     plan = sched.schedule(InFlight.empty())
     assert len(plan.decodes) == 1 and not plan.preempted
 

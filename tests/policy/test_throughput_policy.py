@@ -11,10 +11,11 @@ from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import InFlight, PrefillChunk
 from faser_backend.core.record import StepRecord
+from faser_backend.core.request import Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks import control_worlds
 from faser_backend.lab.checks.control_worlds import ControlWorld, all_worlds, costs, run
-from faser_backend.policy.calibration import AcceptanceModel, MatchCalibration, sigmoid
+from faser_backend.policy.calibration import MARGIN_KNOTS, AcceptanceModel, MarginCounts, MatchCalibration, sigmoid
 from faser_backend.policy.candidates import FLOORS, ChainYield, means_of, scores_of
 from faser_backend.policy.cost_model import DRAFT, TARGET, BatchTimes, BatchTimesCache, TimeErrors
 from faser_backend.policy.registry import parse_policy
@@ -221,7 +222,17 @@ def test_offsets_find_what_requests_differ_by():
         model.observe(step_record(both, [1, 1], is_accepted.astype(int).tolist(), margins=margins))
     easy, hard = model.offsets(both)
     assert easy - hard == pytest.approx(1.6, abs=0.5)
-    assert model.offsets(strangers) == pytest.approx([0.0, hard], abs=0.25), "a stranger, alone or of the same adapter"
+    assert model.offsets(strangers) == pytest.approx([easy, hard], abs=0.25), "of the same kind, and the same adapter"
+
+
+def test_a_request_begins_as_its_kind_was_accepted_in_the_profile():
+    tested = np.full(MARGIN_KNOTS.size, 20.0)
+    shares = {"greedy": 0.7, "sampled": 0.3}
+    model = AcceptanceModel({kind: MarginCounts(tested, share * tested) for kind, share in shares.items()})
+    pair = sequences(2)
+    pair[1].request = replace(pair[1].request, sampling=Sampling(temperature=0.8))
+    chances = sigmoid(model.curves[0].match_logits + model.offsets(pair)[:, None]) @ model.curves[0].margin_shares
+    assert chances == pytest.approx([0.7, 0.3], abs=0.02)
 
 
 def test_errors_tell_the_model_from_the_machine():
