@@ -29,7 +29,7 @@ from tests.triton.test_link import HANDSHAKE, MODEL
 
 
 def test_an_engine_that_takes_nothing_fails_requests_in_time_and_blocks_nobody(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(engine_client, "SEND_S", 0.5)
+    monkeypatch.setattr(engine_client, "SEND_S", 1.5)
 
     async def ask(client: EngineClient) -> ErrorCode:
         with pytest.raises(FailedError) as failed:
@@ -61,7 +61,7 @@ def test_an_engine_that_takes_nothing_fails_requests_in_time_and_blocks_nobody(t
         codes, longest_s = asyncio.run(asyncio.wait_for(ask_often(), 20))
     streams[0].close()
     assert codes == [ErrorCode.UNAVAILABLE] * 3
-    assert longest_s < 0.4, "all other requests of the event loop waited"
+    assert longest_s < 1.2, "all other requests of the event loop waited"
 
 
 def test_the_facts_of_the_model_are_those_of_the_engine_that_serves(tmp_path: Path):
