@@ -171,9 +171,9 @@ class AcceptanceModel:
         self._calibrations = [MatchCalibration(known if source == MAIN else None) for source in range(CLIENT)]
         self._num_chains = np.eye(CLIENT)[MAIN]  # by source, older ones faded
         self._requests: dict[RunningSequence, tuple[float, float]] = {}  # offset, precision
-        usual, known = self._calibrations[MAIN].curve.mean_chance, {k: m for k, m in margins.items() if m.tested.any()}
-        # Of offsets, by adapter, and by kind of requests without one.
-        self._means = {k: float(logits(m.accepted.sum() / m.tested.sum()) - logits(usual)) for k, m in known.items()}
+        usual = float(logits(self._calibrations[MAIN].curve.mean_chance))
+        rates = {kind: each.accepted.sum() / each.tested.sum() for kind, each in margins.items() if each.tested.any()}
+        self._means = {kind: float(logits(rate)) - usual for kind, rate in rates.items()}  # of offsets, see _group_of
         self.num_tests = 0
 
     @property

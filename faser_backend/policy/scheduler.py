@@ -214,9 +214,9 @@ class Scheduler:
 
     def _plan_prefills(self, plan: StepPlan) -> None:
         budget = self._num_prompt_rows if plan.decodes or plan.drafts else self.max_prefill_tokens
-        enough = budget - self.max_prefill_tokens * ENOUGH_ROWS  # the prompts that end here wait for the whole step
+        kept_back = budget - self.max_prefill_tokens * ENOUGH_ROWS  # prompts that end here wait for the whole step
         for sequence in self._reading():
-            if budget > enough and (num_tokens := min(sequence.num_prefill_tokens, budget)):
+            if budget > kept_back and (num_tokens := min(sequence.num_prefill_tokens, budget)):
                 plan.prefills.append(PrefillChunk(sequence, sequence.target_len, num_tokens))
                 budget -= num_tokens
                 self._num_read += num_tokens
