@@ -165,7 +165,7 @@ def _tensorrt_compiler(
         from faser_backend.engines.tensorrt_build import TensorRtCompiler  # imports onnx, an optional dependency
     except ModuleNotFoundError as error:
         raise TensorRtError(f"{error}; install it with pip install 'faser-backend[{EXTRAS[flavour]}]'") from None
-    return TensorRtCompiler(runtime, dtype, options, kv_block_size, steps.begin, steps.note)
+    return TensorRtCompiler(runtime, dtype, options, kv_block_size, steps.begin)
 
 
 @contextmanager

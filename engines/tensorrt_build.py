@@ -14,12 +14,13 @@ import json
 import logging
 import re
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from faser_backend.core.model import ModelSpec
 from faser_backend.engines.arrays import FLOAT_TYPES
@@ -35,8 +36,6 @@ from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, TensorRtEr
 from faser_backend.runtime_spec import RUNTIMES
 
 _log = logging.getLogger(__name__)
-Result = TypeVar("Result")
-MAX_DEPTH = 2  # of reported phases; deeper ones take milliseconds
 
 
 @dataclass(eq=False)
@@ -52,7 +51,6 @@ class TensorRtCompiler:
     options: TensorRtOptions
     kv_block_size: int
     begin: Callable[[str], None]  # called before each step of `num_steps`
-    report: Callable[[str], None]  # called with TensorRT's progress within a step
 
     def __post_init__(self) -> None:
         self.tensorrt: TensorRt = import_tensorrt(RUNTIMES[self.runtime].tensorrt)
@@ -145,9 +143,7 @@ class TensorRtCompiler:
         # With plugins, an engine that can be inspected as it is, if this version builds one.
         is_open = self.tensorrt.has_plugins and hasattr(builder, "build_engine_with_config")
         build = builder.build_engine_with_config if is_open else builder.build_serialized_network
-        engine = monitored_build(
-            module, config, lambda phase: self.report(f"{path.stem}: {phase}"), lambda: build(network, config)
-        )
+        engine = interruptible(module, config, lambda: build(network, config))
         if engine is None:
             raise log.fail(f"{onnx_path.name}: build", "TensorRT returned no engine and logged no error")
         log.check(f"{onnx_path.name}: build")
@@ -213,43 +209,25 @@ def parse_network(tensorrt: TensorRt, builder: Any, log: ErrorLog, onnx_path: Pa
     return network
 
 
-def monitored_build(module: Any, config: Any, report: Callable[[str], None], build: Callable[[], Result]) -> Result:
-    """Builds on another thread. An interrupt or an error of `report` stops TensorRT, and is then raised.
-
-    report: called with each phase that begins, e.g. "Computing profile costs".
-    """
-    errors: list[BaseException] = []
-    depths: dict[str | None, int] = {}  # of phases; 0: the whole build
+def interruptible(module: Any, config: Any, build: Callable[[], Any]) -> Any:
+    """Builds on another thread, because TensorRT hides interrupts; one stops it, and is then raised."""
+    is_stopped = threading.Event()
 
     class Monitor(module.IProgressMonitor):  # its base class exists only once the module is imported
-        def __init__(self) -> None:
-            module.IProgressMonitor.__init__(self)
+        def phase_start(self, *_: Any) -> None: ...
 
-        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            depths[phase_name] = depths.get(parent_phase, -1) + 1
-            if not errors and depths[phase_name] <= MAX_DEPTH:
-                try:
-                    report(phase_name)
-                except BaseException as error:
-                    errors.append(error)
+        def step_complete(self, *_: Any) -> bool:
+            return not is_stopped.is_set()
 
-        def step_complete(self, phase_name: str, step: int) -> bool:
-            return not errors
-
-        def phase_finish(self, phase_name: str) -> None:
-            """Reports nothing: the next start does."""
+        def phase_finish(self, *_: Any) -> None: ...
 
     config.progress_monitor = Monitor()
     with ThreadPoolExecutor(1) as executor:
-        future = executor.submit(build)
         try:
-            future.exception()  # waits
-        except KeyboardInterrupt as interrupt:
-            errors.insert(0, interrupt)
-            future.exception()
-    if errors:
-        raise errors[0]
-    return future.result()
+            return executor.submit(build).result()
+        except KeyboardInterrupt:
+            is_stopped.set()
+            raise
 
 
 def require_gpu(title: str) -> None:

@@ -90,7 +90,11 @@ class LLM:
         self, messages: Conversation | Sequence[Conversation], params: AnyParams = None, lora: str = ""
     ) -> list[RequestOutput]:
         """Works as generate for one conversation or a list of them."""
-        return self.generate(_conversations(messages), params, lora)
+        listed: Any = [messages] if is_conversation(messages) else messages
+        if not isinstance(listed, list | tuple) or not listed or not all(map(is_conversation, listed)):
+            limit = 'must be a list of {"role": ..., "content": ...}, or several of them'
+            raise RequestError("messages", messages, limit)
+        return self.generate(list(listed), params, lora)
 
     def stream(self, prompts: Prompts, sampling_params: AnyParams = None, lora: str = "") -> Iterator[RequestOutput]:
         """Yields growing answers, each with its whole text; `new_pieces` and `text_diff` hold what is new.
@@ -168,13 +172,6 @@ class LLM:
             while not batch.is_ended:
                 batch.take(await outputs.get(), subscription)
                 yield
-
-
-def _conversations(messages: object) -> list[Conversation]:
-    listed = [messages] if is_conversation(messages) else messages
-    if not isinstance(listed, list | tuple) or not listed or not all(map(is_conversation, listed)):
-        raise RequestError("messages", messages, 'must be a list of {"role": ..., "content": ...}, or several of them')
-    return list(listed)
 
 
 def _close(loop: EngineLoop, tokenizer: TextTokenizer) -> None:

@@ -168,12 +168,7 @@ def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpe
 
 
 def call_tensors(
-    segment: SegmentSpec,
-    bounds: CallBounds,
-    *,
-    inputs: InputBlock,
-    store: TensorStore,
-    pool: CudaKvPool,
+    segment: SegmentSpec, bounds: CallBounds, *, inputs: InputBlock, store: TensorStore, pool: CudaKvPool
 ) -> dict[str, torch.Tensor]:
     """Returns the tensors that a program of the segment is prepared with. Calls of one shape share those in `store`.
 

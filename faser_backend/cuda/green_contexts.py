@@ -50,7 +50,11 @@ class GreenSplits:
         """
         self._driver, self._refusal = driver, ""
         with ExitStack() as stack:
-            self._device = self._open_device(ordinal)
+            self._call("cuInit", 0)
+            version = int(self._call("cuDriverGetVersion"))
+            if version < MIN_DRIVER:
+                raise DriverError(f"CUDA driver {version}: green contexts need at least {MIN_DRIVER}")
+            self._device = self._call("cuDeviceGet", ordinal)
             self._sms = driver.CUdevResourceType.CU_DEV_RESOURCE_TYPE_SM
             whole = self._call("cuDeviceGetDevResource", self._device, self._sms)
             self.num_sms = int(whole.sm.smCount)
@@ -64,13 +68,6 @@ class GreenSplits:
     def close(self) -> None:
         """Destroys streams and contexts; no work may run on them. May be called again."""
         self._handles.close()
-
-    def _open_device(self, ordinal: int) -> Any:
-        self._call("cuInit", 0)
-        version = int(self._call("cuDriverGetVersion"))
-        if version < MIN_DRIVER:
-            raise DriverError(f"CUDA driver {version}: green contexts need at least {MIN_DRIVER}")
-        return self._call("cuDeviceGet", ordinal)
 
     def _split(self, whole: Any) -> tuple[list[Any], Any | None]:
         """Splits the device into all groups of the smallest size and the rest (None if there is none)."""

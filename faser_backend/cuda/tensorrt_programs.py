@@ -281,17 +281,13 @@ def open_segments(
 ) -> list[TensorRtSegment]:
     """Opens a model's segments for a share. profiles: the share's, by index; None = all. Raises ConfigError."""
     files = [store.open(engine_dir / segment.file.name) for segment in model.segments]
-    memory, features = store.activation_memory(files, device), feature_names(model)
+    memory = store.activation_memory(files, device)
+    names = (tensor.name for segment in model.segments for tensor in (*segment.inputs, *segment.outputs))
+    features = tuple(name for name in names if name.startswith(f"{FEATURE_ROWS}."))  # in the order of the pool's
     return [
         TensorRtSegment(segment, store, file, memory, profiles, features=features)
         for segment, file in zip(model.segments, files, strict=True)
     ]
-
-
-def feature_names(model: ModelEngine) -> tuple[str, ...]:
-    """Returns the tensor names of a target's features, in the order of the pool's `features`."""
-    tensors = (tensor for segment in model.segments for tensor in (*segment.inputs, *segment.outputs))
-    return tuple(tensor.name for tensor in tensors if tensor.name.startswith(f"{FEATURE_ROWS}."))
 
 
 def current_stream() -> int:

@@ -19,14 +19,7 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import (
-    BlockRunner,
-    DeviceArray,
-    DraftLoop,
-    DraftTokens,
-    HeadRunner,
-    ModelRunner,
-)
+from faser_backend.core.ports import BlockRunner, DeviceArray, DraftLoop, DraftTokens, HeadRunner, ModelRunner
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
 from faser_backend.pipeline.propose import Proposal

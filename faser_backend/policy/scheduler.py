@@ -64,7 +64,9 @@ class Scheduler:
         """Plans a step. in_flight: drafts of earlier steps, from which sequences that have left are removed."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
         if ready:
-            decision = self.policy.decide(ready, self._num_prefilling())
+            waiting = accumulate(each.num_prefill_tokens for each in self._reading())
+            is_soon = [total <= PREFILL_HORIZON_STEPS * self._num_prompt_rows for total in waiting]
+            decision = self.policy.decide(ready, sum(is_soon))
             self._prefills_draft = decision.prefills_draft
         else:  # a draft that rests does not read the prompts of a new wave either
             decision = Decision([], prefills_draft=self._prefills_draft)
@@ -85,11 +87,6 @@ class Scheduler:
         if num_new > 0 and not self.never_evicts and num_new + len(self.running) > blocks.num_free_blocks:
             return False
         return blocks.grow(sequence.slot, num_tokens)
-
-    def _num_prefilling(self) -> int:
-        """Counts the sequences whose prompts will be read within PREFILL_HORIZON_STEPS."""
-        most = PREFILL_HORIZON_STEPS * self._num_prompt_rows
-        return sum(total <= most for total in accumulate(each.num_prefill_tokens for each in self._reading()))
 
     def _reading(self) -> list[Sequence]:
         """Returns the sequences whose prompts are read, in that order: short prompts first. A prompt of n tokens is due

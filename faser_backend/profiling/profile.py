@@ -163,11 +163,7 @@ def _outside(spent: dict[str, int]) -> tuple[float, float]:
 
 
 def profile_engine(
-    engine_dir: Path,
-    *,
-    is_quick: bool = False,
-    prompts: Path | None = None,
-    budget_s: float | None = None,
+    engine_dir: Path, *, is_quick: bool = False, prompts: Path | None = None, budget_s: float | None = None
 ) -> Profile:
     """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 

@@ -129,10 +129,7 @@ def save_head(directory: Path, target: ModelSpec, spec: ModelSpec, weights: dict
     }
     # Feature layers are named only if they are not the published choice, as readers count them differently.
     if published_layers(target) is None:
-        config["eagle_config"] = {
-            "use_aux_hidden_state": True,
-            "eagle_aux_hidden_state_layer_ids": _outputs(target),
-        }
+        config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": _outputs(target)}
     return _save(directory, spec, weights, config, maps)
 
 

@@ -215,6 +215,7 @@ ANOTHER_CPU = """
 import sys
 from faser_backend.cpu.kernels import attention_vectors
 attention_vectors.PAIRS = int(sys.argv[1])
+attention_vectors.HAS_MANY_REGISTERS = not attention_vectors.HAS_MANY_REGISTERS
 from faser_backend.cpu.kernels import attention
 from tests.cpu.test_attention import np, runs
 assert attention.PAIRS == int(sys.argv[1])
@@ -229,8 +230,8 @@ def runs() -> np.ndarray:
 
 
 def test_pairs_of_another_cpu_give_the_same_bits(tmp_path: Path):
-    """Inner loops take 1 or 4 pairs. Compiled code is kept per process and folder: another CPU is another of both."""
-    command = [sys.executable, "-c", ANOTHER_CPU, str(5 - PAIRS), str(tmp_path / "other.npy")]
+    """Inner loops take 4 or 6 pairs. Compiled code is kept per process and folder: another CPU is another of both."""
+    command = [sys.executable, "-c", ANOTHER_CPU, str(10 - PAIRS), str(tmp_path / "other.npy")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     subprocess.run(command, env=environment, check=True, timeout=200)
     np.testing.assert_array_equal(np.load(tmp_path / "other.npy"), runs())

@@ -166,7 +166,7 @@ def emulate(breaks: str) -> None:
 
     assert products.TILE_ROWS[products.code_of("bf16")] == matrix_units.TILE_ROWS
     if breaks:
-        matrix_units.PRODUCTS[1]["fp16"] = matrix_units.PRODUCTS[1]["bf16"]
+        matrix_units.PRODUCTS[2]["bf16"] = matrix_units.PRODUCTS[1]["bf16"]
     formats = ["fp16", "bf16", "int8"] + ["int4"] * binding.get_host_cpu_features().get("avx512bw", False)
     for weight_format in formats:
         for compute, num_parts in ((ONE_PART, 1), (TWO_PARTS, 2)):
@@ -184,7 +184,7 @@ emulate(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("breaks", ["", "weights in one part"])
+@pytest.mark.parametrize("breaks", ["", "inputs in one part"])
 def test_matrix_units_are_addressed_rightly(breaks: str, tmp_path: Path):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-c", EMULATED, breaks]

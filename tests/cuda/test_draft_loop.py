@@ -19,14 +19,7 @@ from faser_backend.pipeline.step import StepRunner
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, SequentialLanes
 from tests.support.forced_engine import LANES, POLICIES, Case, agrees, open_forced
-from tests.support.forcing import (
-    ADMITS_ALL,
-    ADMITS_NOTHING,
-    Change,
-    forced,
-    random_everything,
-    random_rule,
-)
+from tests.support.forcing import ADMITS_ALL, ADMITS_NOTHING, Change, forced, random_everything, random_rule
 from tests.support.harness import FakeEngine
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode

@@ -33,14 +33,7 @@ from tests.support.eagle3_models import (
     write_padded,
     write_published,
 )
-from tests.support.tiny_models import (
-    VOCAB_SIZE,
-    make_rows,
-    ragged_calls,
-    reference_model,
-    run_all,
-    write_checkpoint,
-)
+from tests.support.tiny_models import VOCAB_SIZE, make_rows, ragged_calls, reference_model, run_all, write_checkpoint
 
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 40

@@ -93,7 +93,7 @@ def test_half_precision_engines_hold_half_the_weights(demo: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_networks_have_the_tensors_and_profiles_of_the_manifest(dtype: str, tmp_path: Path) -> None:
     runner = GatheredRunner(DEMO / "target", tmp_path, exit_layers=(EXIT_LAYER,), block_size=16, dtype=dtype)
-    compiler = TensorRtCompiler("tensorrt_rtx", dtype, TensorRtOptions(), 4, print, print)
+    compiler = TensorRtCompiler("tensorrt_rtx", dtype, TensorRtOptions(), 4, print)
     tensorrt, log = compiler.tensorrt, ErrorLog(compiler.tensorrt)
     builder = tensorrt.module.Builder(log.logger)
     for index, graph in enumerate(runner.graphs):
@@ -121,7 +121,7 @@ def test_networks_have_the_tensors_and_profiles_of_the_manifest(dtype: str, tmp_
 
 def test_profiles_of_a_split_get_the_stream_of_their_models_share() -> None:
     """TensorRT-RTX also has the attribute, though only full TensorRT is built for splits."""
-    compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), 4, print, print)
+    compiler = TensorRtCompiler("tensorrt_rtx", "fp16", TensorRtOptions(), 4, print)
     compiler.options = TensorRtOptions(split_streams={"16/116": SplitStreams(draft=1234, target=5678)})
     builder = compiler.tensorrt.module.Builder(ErrorLog(compiler.tensorrt).logger)
     for name, split, stream in (("draft", "16/116", 1234), ("target", "16/116", 5678), ("target", "", 0)):
@@ -133,7 +133,7 @@ def without_hashes(engine: ModelEngine) -> ModelEngine:
     return replace(engine, segments=tuple(replace(s, file=replace(s.file, sha256="")) for s in engine.segments))
 
 
-def test_the_same_inputs_give_the_same_engine_and_progress_names_phases(source: Path, tmp_path: Path) -> None:
+def test_the_same_inputs_give_the_same_engine_and_progress_counts_steps(source: Path, tmp_path: Path) -> None:
     """Only the engines' hashes differ: TensorRT-RTX writes other bytes in every build, of equal number."""
     calls: list[tuple[str, int, int]] = []
     first = build_tiny(source, tmp_path / "first", progress=lambda *call: calls.append(call))
@@ -142,20 +142,6 @@ def test_the_same_inputs_give_the_same_engine_and_progress_names_phases(source: 
     assert without_hashes(first.target) == without_hashes(second.target)
     done = [call[1] for call in calls]
     assert done == sorted(done) and set(done) == set(range(calls[-1][2] + 1)) and calls[-1][0] == "done"
-    for engine in ("target.0", "draft.0"):
-        said = [what for what, *_ in calls if what.startswith(engine)]
-        assert said[0] == f"{engine}: compile layers 0 to 2"
-        assert {f"{engine}: Building engine", f"{engine}: Computing profile costs"} <= set(said)
-
-
-def test_an_error_in_a_report_stops_the_compiler_and_is_raised(source: Path, tmp_path: Path) -> None:
-    def report(what: str, done: int, total: int) -> None:
-        if what.endswith("Computing profile costs"):
-            raise OSError("the terminal is gone")
-
-    with pytest.raises(OSError, match="the terminal is gone"):
-        build_tiny(source, tmp_path / "engine", progress=report)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_interrupt_stops_the_compiler_and_leaves_nothing(source: Path, tmp_path: Path) -> None:
@@ -164,8 +150,8 @@ def test_an_interrupt_stops_the_compiler_and_leaves_nothing(source: Path, tmp_pa
 
     def report(what: str, done: int, total: int) -> None:
         seen.append(what)
-        if what.endswith("Computing profile costs"):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        if what.startswith("target.0: compile"):
+            threading.Timer(0.1, signal.pthread_kill, (threading.main_thread().ident or 0, signal.SIGINT)).start()
 
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -96,11 +96,7 @@ def test_matches_follow_the_rule(seed: int) -> None:
 def test_rejection_follows_the_rule(seed: int) -> None:
     case = RaggedCase(seed)
     result = accept_by_rejection(
-        case.frontier,
-        case.target_probs,
-        case.cu_rows,
-        case.accept_uniforms,
-        case.sample_uniforms,
+        case.frontier, case.target_probs, case.cu_rows, case.accept_uniforms, case.sample_uniforms
     )
     check(case, result, reject_by_hand)
 

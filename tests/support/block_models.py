@@ -94,10 +94,7 @@ class BuiltBlocks:
     def __init__(self, root: Path, *, is_tied: bool = False, options: dict[str, Any] | None = None, **drafter: Any):
         """drafter: see write_drafter."""
         self.source = write_checkpoint(
-            root / "target",
-            num_hidden_layers=NUM_TARGET_LAYERS,
-            vocab_size=PADDED_SIZE,
-            tie_word_embeddings=is_tied,
+            root / "target", num_hidden_layers=NUM_TARGET_LAYERS, vocab_size=PADDED_SIZE, tie_word_embeddings=is_tied
         )
         write_tokenizer(self.source, VOCAB_SIZE)
         self.directory = root / "engine"

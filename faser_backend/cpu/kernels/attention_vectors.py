@@ -10,6 +10,7 @@ through its terms one by one, so its bits do not depend on the pairs that are co
 from __future__ import annotations
 
 from functools import reduce
+from operator import add
 
 import numba
 from llvmlite import binding, ir
@@ -36,9 +37,11 @@ from faser_backend.cpu.kernels.vectors import (
     store,
 )
 
-PAIRS = 4 if binding.get_host_cpu_features().get("avx512f") else 1  # of an inner loop: their sums fit registers
 COLUMNS = 64  # whose weights are relative to one maximum: COLUMNS * i to COLUMNS * (i + 1) - 1 of a sequence
 VECTORS = COLUMNS // LANES
+# An inner loop has the sums of some pairs times some vectors in registers; several hide the latency of sums.
+HAS_MANY_REGISTERS = binding.get_host_cpu_features().get("avx512f", False)
+PAIRS = 4 if HAS_MANY_REGISTERS else 6
 BY_NUMBER = [lane // 2 + LANES * (lane % 2) for lane in range(2 * LANES)]
 LEAST_SCORE = -1e38
 NUM_SEEN, LARGEST, TOTAL, FACTOR = range(4)  # indices into a pair's state
@@ -123,9 +126,15 @@ def attend_pairs(
         pool_rows = row_address(context, builder, signature, arguments, 8)
         offsets = [INT64(LANES * v) for v in range(VECTORS)]
 
-        def keys_of(d):
-            row = row_address(context, builder, signature, arguments, 5, d)
-            return [load(builder, row, at, VECTOR) for at in offsets]
+        def score(queries, first, vectors):
+            """Returns the scores of `vectors` vectors of columns, of each pair."""
+
+            def keys_of(d):
+                row = row_address(context, builder, signature, arguments, 5, d)
+                return [load(builder, row, at, VECTOR) for at in offsets[first : first + vectors]]
+
+            zeros = [[VECTOR([0.0] * LANES)] * vectors for _ in queries]
+            return add_products(builder, has_dots, zeros, queries, num_products, keys_of)
 
         def mix(targets, weights, states, d, kind, vectors):
             """Mixes `vectors` vectors, or numbers, from d on."""
@@ -142,15 +151,16 @@ def attend_pairs(
             sums = add_products(builder, has_dots, starts, weights, num_terms, values_of)
             store_all(builder, sums, targets, offsets)
 
-        steps = ((VECTOR, VECTORS, COLUMNS), (VECTOR, 1, LANES), (FLOAT, 1, 1))[: 3 - has_dots]
         for pairs in range(1, PAIRS + 1):
             rows = [INT64(row) for row in range(pairs)]
+            at_once = VECTORS if HAS_MANY_REGISTERS else max(VECTORS // pairs, 1)
+            steps = ((VECTOR, at_once, at_once * LANES), (VECTOR, 1, LANES), (FLOAT, 1, 1))[: 3 - has_dots]
             with builder.if_then(builder.icmp_signed("==", num_pairs, INT64(pairs))):
                 targets, weights, states, queries = (
                     [row_address(context, builder, signature, arguments, i, row) for row in rows] for i in (1, 2, 3, 4)
                 )
-                zeros = [[VECTOR([0.0] * LANES)] * VECTORS] * pairs
-                scores = add_products(builder, has_dots, zeros, queries, num_products, keys_of)
+                parts = [score(queries, first, at_once) for first in range(0, VECTORS, at_once)]
+                scores = [reduce(add, of_pair) for of_pair in zip(*parts, strict=True)]
                 found = [weights_of(builder, *of_pair, column) for of_pair in zip(scores, states, strict=True)]
                 if has_dots:
                     found = [[join(builder, *of[v : v + 2]) for v in range(0, VECTORS, 2)] for of in found]

@@ -30,11 +30,12 @@ class Layout:
     num_scales: int = 0
     is_paired: bool = False  # pairs of rows are interleaved
     num_parts: int = 2  # bfloat16 numbers that an input is split into where products need bfloat16; 0: inputs stay
+    is_widened: bool = False  # a copy with the numbers as float32
 
     @property
     def title(self) -> str:
         """Returns a name that compiled functions carry."""
-        return f"{self.name}_x{self.num_parts}"
+        return f"{self.name}_x{self.num_parts}{'_wide' * self.is_widened}"
 
     @property
     def row_bytes(self) -> int:

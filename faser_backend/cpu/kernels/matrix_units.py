@@ -31,9 +31,9 @@ from faser_backend.cpu.kernels.vector_products import (
     SHORT,
     VOID,
     ceil_divide,
+    halves_of_group,
     integers,
     join_pairs,
-    load_up_to,
     new_function,
     numbers,
     pairs,
@@ -42,7 +42,7 @@ from faser_backend.cpu.kernels.vector_products import (
     round_to_bfloat16,
     scale,
     store_bfloat16,
-    sums_function,
+    sum_of_group,
 )
 from faser_backend.cpu.kernels.vectors import (
     BYTE,
@@ -56,6 +56,7 @@ from faser_backend.cpu.kernels.vectors import (
     load,
     multiply_add,
     splat,
+    store,
 )
 
 SWITCH = "FASER_MATRIX_UNITS"  # environment variable; "off" computes products with vectors
@@ -194,9 +195,6 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
         return function
     packed, x, x_stride, num_inputs, num_rows = function.args
     own = packed_at(builder, packed, num_inputs)
-    if has_sums:
-        values = [own.group_sums, x, x_stride, num_inputs, num_rows]
-        builder.call(sums_function(module, is_rounded=num_parts == 1), values)
     groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
         inputs = builder.gep(x, [builder.mul(row, x_stride)])
@@ -206,9 +204,12 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function:
         first = builder.add(first, builder.mul(builder.urem(row, INT64(TILE_SIZE)), INT64(CACHE_LINE)))
         with cgutils.for_range_slice(builder, INT64(0), groups, INT64(1), INT64) as (group, _):
             at = builder.add(first, builder.mul(builder.mul(group, INT64(num_parts)), part_bytes))
-            for half in range(GROUP_SIZE // LANES):
-                k = builder.add(builder.mul(group, INT64(GROUP_SIZE)), INT64(half * LANES))
-                values = load_up_to(builder, inputs, k, num_inputs)
+            halves = halves_of_group(builder, inputs, group, num_inputs)
+            if has_sums:
+                total = sum_of_group(builder, halves, is_rounded=num_parts == 1)
+                store(builder, total, own.group_sums, builder.add(builder.mul(row, groups), group))
+            for half in range(len(halves)):
+                values = halves[half]
                 for part in range(num_parts):
                     nearest = round_to_bfloat16(builder, values)
                     offset = builder.add(at, builder.mul(INT64(part), part_bytes))
@@ -227,7 +228,7 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
     function, builder = new_function(module, f"row_unit_blocks_{layout.title}", BLOCKS_KINDS)
     if builder is None:
         return function
-    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, *areas, _, _ = function.args
+    y, y_stride, _, _, weights, num_inputs, num_columns, num_blocks, num_rows, adds, *areas, _, _, _ = function.args
     set_shapes(builder, space_at(builder, areas[1]).shapes, num_rows)
     has_two_tiles = builder.icmp_signed(">", num_rows, INT64(TILE_SIZE))
     block_bytes = builder.mul(ceil_divide(builder, num_inputs, GROUP_SIZE), INT64(layout.unit_bytes))

@@ -35,7 +35,7 @@ from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, HALVES, LANES, LAYOUTS, num_groups
 from faser_backend.cpu.kernels.rows import inlined
-from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, DOT_BLOCKS, numbers, scale
+from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, DOT_BLOCKS, FIRST_ROWS, numbers, scale
 from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
 
 STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
@@ -53,6 +53,13 @@ _VECTOR_CODE = tuple(matrix_units if matrix_units.takes(layout) else vector_prod
 UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
 TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))
 GROUP_FLOATS = tuple(of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True))
+# By code, the bytes of a unit in a strip; see vector_products.widened.
+_CACHED_BYTES = tuple(
+    (vector_products.widened(layout) if of is vector_products else layout).unit_bytes
+    for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True)
+)
+# By code, floats between packed rows. Without, any number of rows makes a tile, so that tiles are alike.
+PADDING = tuple(LANES * (floats > 1) for floats in GROUP_FLOATS)
 # Codes whose products VDPBF16PS computes; attention then multiplies so too.
 DOT_CODES = [i for i, of in enumerate(_VECTOR_CODE) if of is vector_products and vector_products.has_dots(_LAYOUTS[i])]
 # Blocks of a strip that are multiplied at once; matrix units hold the sums of two, too.
@@ -69,23 +76,25 @@ def code_of(weight_format: str, compute: str = TWO_PARTS) -> int:
 def packed_size(num_inputs: int, num_rows: int) -> int:
     """Returns the floats that `pack` writes for so many rows, at most, with any code."""
     return max(
-        -(-num_rows // rows) * rows * (num_groups(num_inputs) * floats + LANES)
-        for rows, floats in zip(TILE_ROWS, GROUP_FLOATS, strict=True)
+        -(-num_rows // rows) * rows * (num_groups(num_inputs) * floats + padding)
+        for rows, floats, padding in zip(TILE_ROWS, GROUP_FLOATS, PADDING, strict=True)
     )
 
 
 def scratch_size(num_inputs: int) -> int:
     """Returns the floats of `scratch`, enough for any code and for fewer inputs too.
 
-    It holds one block's products, the work space of matrix units, and a packed row.
+    It holds one block's products, the work space of matrix units or a widened strip, and a packed row.
     """
-    return LANES + matrix_units.work_floats() * matrix_units.has_matrix_units() + packed_size(num_inputs, 1)
+    strip = max(vector_products.STRIP_BYTES, num_groups(num_inputs) * max(_CACHED_BYTES)) // FLOAT_BYTES
+    work = max(strip, matrix_units.work_floats() * matrix_units.has_matrix_units())
+    return LANES + work + packed_size(num_inputs, 1)
 
 
 @inlined
 def tile_floats(code, num_inputs):
     """Returns the floats of a packed tile of rows."""
-    return TILE_ROWS[code] * (-(-num_inputs // GROUP_SIZE) * GROUP_FLOATS[code] + LANES)
+    return TILE_ROWS[code] * (-(-num_inputs // GROUP_SIZE) * GROUP_FLOATS[code] + PADDING[code])
 
 
 @numba.njit(**WITHIN_KERNELS)
@@ -141,16 +150,22 @@ def multiply_rows(
     """Computes y[:num_rows] = (or, if `adds`, +=) x[:num_rows] @ W in the columns of these blocks."""
     code = literally(code)
     num_inputs, num_outputs, tile_rows = x.shape[1], y.shape[1], TILE_ROWS[code]
-    block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
+    num_units = -(-num_inputs // UNIT_ROWS[code])
+    block_bytes, cached_bytes = num_units * UNIT_BYTES[code], num_units * _CACHED_BYTES[code]
     stored, results, work = weights.ctypes.data + offset, y.ctypes.data, scratch.ctypes.data + LANES * FLOAT_BYTES
-    num_tiles = -(-num_rows // tile_rows)
+    packed_floats, first_rows = tile_floats(code, num_inputs) // tile_rows, tile_rows
+    if PADDING[code] == 0 and num_rows > tile_rows:
+        first_rows, others = FIRST_ROWS, num_rows - FIRST_ROWS
+        tile_rows = -(-others // -(-others // tile_rows))
+    num_tiles = 1 + -(-max(num_rows - first_rows, 0) // tile_rows)
     side = SIDE_BY_SIDE[code]
-    strip_blocks = STRIP_BYTES[code] // (side * block_bytes) * side if num_tiles > 1 else last_block - first_block
+    strip_blocks = STRIP_BYTES[code] // (side * cached_bytes) * side if num_tiles > 1 else last_block - first_block
     strip_blocks = max(strip_blocks, side)
     strip_bytes, spread = strip_blocks * block_bytes, min(num_tiles // 2, 2)
     for first in range(first_block, last_block, strip_blocks):
         for tile in range(num_tiles):
-            row, end = tile * tile_rows, min((tile + 1) * tile_rows, num_rows)
+            row = first_rows + (tile - 1) * tile_rows if tile else 0
+            end = min(first_rows + tile * tile_rows, num_rows)
             # The first tiles of a strip each ask for a part of the next one, so that memory is read all the time.
             ahead = stored + first * block_bytes
             if num_tiles == 1:
@@ -161,7 +176,7 @@ def multiply_rows(
                 code, results + (row * num_outputs + first * LANES) * FLOAT_BYTES, num_outputs,
                 x.ctypes.data + row * num_inputs * FLOAT_BYTES, num_inputs, stored + first * block_bytes,
                 num_inputs, num_outputs - first * LANES, min(strip_blocks, last_block - first), end - row, adds,
-                packed.ctypes.data + tile * tile_floats(code, num_inputs) * FLOAT_BYTES, work, ahead, spread,
+                packed.ctypes.data + row * packed_floats * FLOAT_BYTES, work, ahead, spread, tile,
             )  # fmt: skip
 
 
@@ -190,7 +205,7 @@ def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
         if block != held:
             multiply_blocks(  # pyright: ignore[reportCallIssue]
                 code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs, LANES, 1, 1,
-                False, packed, products + LANES * FLOAT_BYTES, stored + block * block_bytes, 0,
+                False, packed, products + LANES * FLOAT_BYTES, stored + block * block_bytes, 0, 0,
             )  # fmt: skip
             held = block
         scores[c] = scratch[lane]
@@ -229,7 +244,7 @@ def product_kernel(code: int) -> Kernel:
 @intrinsic(prefer_literal=True)
 def multiply_blocks(
     _typing, code, y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed,
-    work, ahead, spread,
+    work, ahead, spread, index,
 ):  # fmt: skip
     """Computes y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks at `weights`, for up to TILE_ROWS rows.
 
@@ -240,15 +255,15 @@ def multiply_blocks(
     code_value = code.literal_value
 
     def emit(context, builder, _signature, arguments):
-        _, y, y_stride, x, x_stride, weights, *sizes, adds, packed, work, ahead, spread = arguments
+        _, y, y_stride, x, x_stride, weights, *sizes, adds, packed, work, ahead, spread, index = arguments
         y, x, packed = (builder.inttoptr(address, FLOATS) for address in (y, x, packed))
         weights, work, ahead = (builder.inttoptr(address, BYTES) for address in (weights, work, ahead))
-        values = [y, y_stride, x, x_stride, weights, *sizes, adds, packed, work, ahead, spread]
+        values = [y, y_stride, x, x_stride, weights, *sizes, adds, packed, work, ahead, spread, index]
         function = _VECTOR_CODE[code_value].blocks_function(builder.module, _LAYOUTS[code_value])
         builder.call(function, values)
         return context.get_dummy_value()
 
-    return types.void(code, *[i64] * 9, types.boolean, *[i64] * 4), emit
+    return types.void(code, *[i64] * 9, types.boolean, *[i64] * 5), emit
 
 
 @intrinsic(prefer_literal=True)

@@ -11,6 +11,8 @@ rows are packed to bfloat16, and a lane adds the product of a pair's odd input, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -60,7 +62,7 @@ PAIRS_OF_GROUP = GROUP_SIZE // 2
 # Blocks of a strip that dots multiply at once. They share the broadcasts of inputs, which else take as long as the
 # dots, and their sums hide the latency of dots.
 DOT_BLOCKS = 2
-BLOCKS_KINDS = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, INT64, INT64, BIT, FLOATS, BYTES, BYTES, INT64]
+BLOCKS_KINDS = [FLOATS, INT64, FLOATS, INT64, BYTES, *[INT64] * 4, BIT, FLOATS, BYTES, BYTES, INT64, INT64]
 STRIP_BYTES = 1 << 17  # see products
 AHEAD_BYTES = 4096  # distance of prefetches from a read
 binding.initialize_native_asmparser()
@@ -73,23 +75,31 @@ def has_dots(layout: Layout) -> bool:
     return HAS_DOTS and layout.num_parts == 1 and layout.name in DOT_FORMATS
 
 
+def widened(layout: Layout) -> Layout:
+    """Returns the layout of a strip's copy for many rows, its numbers as floats, or `layout` if none is made."""
+    if layout.number_bits == 32 or not layout.num_parts or has_dots(layout):
+        return layout
+    return replace(layout, number_bits=32, dtype=np.float32, is_paired=False, is_widened=True)
+
+
 def group_floats(layout: Layout) -> int:
     """Returns the floats that prepare_rows writes for a group of a row: its pairs, and for int4 its sum."""
     return PAIRS_OF_GROUP * has_dots(layout) + (layout.num_scales > 1)
 
 
-def most_tile_rows(features: dict[str, bool]) -> int:
-    """Returns the most rows of a tile on a CPU with these features.
+def most_tile_rows(features: dict[str, bool], others: int = 0) -> int:
+    """Returns the most rows of a tile on a CPU with these features, with so many registers for other numbers besides.
 
     Their sums leave registers for weights and inputs. There are at most 8, because rows 4 KiB apart compete for the 8
     cache lines of a set.
     """
     registers_per_sum = 1 if features.get("avx512f", False) else 2 if features.get("avx", False) else 4
     has_16_registers = features.get("sse2", False) and registers_per_sum > 1
-    return min(8, (12 if has_16_registers else 20) // registers_per_sum)
+    return min(8, ((12 if has_16_registers else 20) - others) // registers_per_sum)
 
 
 TILE_ROWS = most_tile_rows(binding.get_host_cpu_features())
+FIRST_ROWS = most_tile_rows(binding.get_host_cpu_features(), others=4)  # of the tile that widens a strip
 
 
 def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
@@ -100,50 +110,63 @@ def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
     function, builder = new_function(module, f"row_blocks_{layout.title}", BLOCKS_KINDS)
     if builder is None:
         return function
-    y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed, _, ahead, spread = (
+    y, y_stride, x, x_stride, weights, num_inputs, num_columns, num_blocks, num_rows, adds, packed, *others = (
         function.args
     )
-    block_bytes = builder.mul(ceil_divide(builder, num_inputs, layout.unit_rows), INT64(layout.unit_bytes))
+    (work, ahead, spread, index), wide = others, widened(layout)
+    is_strip, is_first = builder.icmp_signed(">", spread, INT64(0)), builder.icmp_signed("==", index, INT64(0))
     end = function.append_basic_block()
     choice = builder.switch(num_rows, end)
     for rows in range(1, TILE_ROWS + 1):
         with builder.goto_block(function.append_basic_block()):
             choice.add_case(INT64(rows), builder.block)
+            # Memory is read best as one stream, so blocks go side by side in a strip only. Its first tile writes the
+            # numbers that the others read.
+            kinds: list[Any] = [(layout, 1, False, BIT(1))]
+            if has_dots(layout):
+                kinds.insert(0, (layout, DOT_BLOCKS, False, is_strip))
+            elif wide is not layout:
+                first = [(layout, 1, True, builder.and_(is_strip, is_first))] if rows == FIRST_ROWS else []
+                kinds[:0] = [*first, (wide, 1, False, is_strip)]
             done = INT64(0)
-            for side in [DOT_BLOCKS, 1] if has_dots(layout) else [1]:
-                tile = tile_function(module, layout, rows, side)
-                whole = num_blocks
-                if side > 1:  # only of a strip: memory is read best as one stream
-                    is_strip = builder.icmp_signed(">", spread, INT64(0))
-                    whole = builder.select(is_strip, builder.and_(num_blocks, INT64(-side)), INT64(0))
-                with cgutils.for_range_slice(builder, done, whole, INT64(side), INT64) as (block, _):
+            for kind, side, writes, is_chosen in kinds:
+                tile = tile_function(module, kind, rows, side, writes=writes)
+                shift = builder.add(spread, INT64((kind.number_bits // layout.number_bits).bit_length() - 1))
+                stop = builder.select(is_chosen, builder.and_(num_blocks, INT64(-side)), done)
+                with cgutils.for_range_slice(builder, done, stop, INT64(side), INT64) as (block, _):
                     column = builder.mul(block, INT64(LANES))
                     target, left = builder.gep(y, [column]), builder.sub(num_columns, column)
-                    passed = builder.mul(block, block_bytes)
-                    stored, asked = builder.gep(weights, [passed]), builder.gep(ahead, [builder.lshr(passed, spread)])
-                    values = [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed, asked, spread]
+                    passed, written = (builder.mul(block, block_bytes(builder, of, num_inputs)) for of in (kind, wide))
+                    stored = builder.gep(weights if kind is layout else work, [passed])
+                    copy, asked = builder.gep(work, [written]), builder.gep(ahead, [builder.lshr(passed, shift)])
+                    values = [target, y_stride, x, x_stride, stored, num_inputs, left, adds, packed, copy, asked, shift]
                     builder.call(tile, values)
-                done = whole
+                done = stop
             builder.branch(end)
     builder.position_at_end(end)
     builder.ret_void()
     return function
 
 
-def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: int) -> ir.Function:
+def block_bytes(builder, layout: Layout, num_inputs):
+    return builder.mul(ceil_divide(builder, num_inputs, layout.unit_rows), INT64(layout.unit_bytes))
+
+
+def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: int, *, writes: bool) -> ir.Function:
     """Returns the function for y[:num_rows, :num_columns] = (or +=) x[:num_rows] @ blocks of weights.
 
     Parameters: y, its row stride, x, its row stride, the blocks, num_inputs, num_columns (more count as all),
-    adds, what prepare_rows made of x, ahead and spread.
+    adds, what prepare_rows made of x, copy, ahead and spread. writes: write the block to `copy`, widened.
     """
-    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS, BYTES, INT64]
-    function, builder = new_function(module, f"row_tile_{layout.title}_{num_rows}_{num_blocks}", kinds)
+    kinds = [FLOATS, INT64, FLOATS, INT64, BYTES, INT64, INT64, BIT, FLOATS, BYTES, BYTES, INT64]
+    name = f"row_tile_{layout.title}_{num_rows}_{num_blocks}{'_writes' * writes}"
+    function, builder = new_function(module, name, kinds)
     if builder is None:
         return function
-    y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, packed, ahead, spread = function.args
+    y, y_stride, x, x_stride, block, num_inputs, num_columns, adds, packed, copy, ahead, spread = function.args
     num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
-    block_bytes = builder.mul(ceil_divide(builder, num_inputs, layout.unit_rows), INT64(layout.unit_bytes))
-    blocks = [builder.gep(block, [builder.mul(block_bytes, INT64(b))]) for b in range(num_blocks)]
+    distance = block_bytes(builder, layout, num_inputs)
+    blocks = [builder.gep(block, [builder.mul(distance, INT64(b))]) for b in range(num_blocks)]
     if has_dots(layout):
         # The rows' pairs are read by assembly, so that LLVM must not take them for unread.
         builder.asm(ir.FunctionType(VOID, []), "", "~{memory}", [], side_effect=True)
@@ -158,19 +181,21 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: 
             first = builder.mul(index, INT64(group_size))
             size = INT64(group_size)
             if not has_dots(layout):
-                size = least(builder, builder.sub(count, first), size)
+                left = builder.sub(count, first)
+                size = builder.select(builder.icmp_signed("<", left, size), left, size)
             passed = builder.mul(index, INT64(layout.unit_bytes))
             groups = [builder.gep(block, [passed]) for block in blocks]
             asked = builder.gep(ahead, [builder.lshr(builder.mul(passed, INT64(num_blocks)), spread)])
             sums = new_sums(builder, num_blocks * num_rows)
             own = [builder.gep(row, [first]) for row in rows]
-            add_products(builder, layout, own, groups, size, sums, asked, spread)
+            to = copy_scales(builder, layout, groups[0], copy, index) if writes else None
+            add_products(builder, layout, own, groups, size, sums, asked, spread, to)
             offsets = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
             for b, group in enumerate(groups):
                 of_block = slice(b * num_rows, (b + 1) * num_rows)
                 add_group(builder, layout, group, sums[of_block], packed, offsets, totals[of_block])
     else:
-        add_products(builder, layout, rows, blocks, count, totals, ahead, spread)
+        add_products(builder, layout, rows, blocks, count, totals, ahead, spread, copy if writes else None)
     for index, total in enumerate(totals):
         block, r = divmod(index, num_rows)
         column = INT64(block * LANES)
@@ -180,13 +205,19 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: 
     return function
 
 
-def add_products(builder, layout: Layout, rows, blocks, count, sums, ahead, spread) -> None:
-    """Emits sums[b, r] += rows[r][k] * blocks[b][k] for k = 0, 1, ... count - 1, fused; of pairs by dots."""
+def add_products(builder, layout: Layout, rows, blocks, count, sums, ahead, spread, copy) -> None:
+    """Emits sums[b, r] += rows[r][k] * blocks[b][k] for k = 0, 1, ... count - 1, fused; of pairs by dots.
+
+    It writes the block's numbers to `copy`, if any, as floats.
+    """
     has_pairs = has_dots(layout)
     step_bytes = layout.row_bytes * (1 + has_pairs) * len(blocks)
 
     def add(k, step):
         weights = [(pairs if has_pairs else numbers)(builder, layout, block, k, step) for block in blocks]
+        if copy is not None:
+            at = builder.mul(builder.add(k, INT64(step)), INT64(LANES))
+            store(builder, weights[0], builder.bitcast(copy, FLOATS), at)
         for r, row in enumerate(rows):
             totals = sums[r :: len(rows)]
             if has_pairs and len(blocks) == 1:
@@ -199,7 +230,7 @@ def add_products(builder, layout: Layout, rows, blocks, count, sums, ahead, spre
     whole = builder.and_(count, INT64(-UNROLLED))
     with cgutils.for_range_slice(builder, INT64(0), whole, INT64(UNROLLED), INT64) as (k, _):
         passed = builder.lshr(builder.mul(k, INT64(step_bytes)), spread)
-        prefetch(builder, builder.gep(ahead, [passed]), UNROLLED * step_bytes)
+        prefetch(builder, builder.gep(ahead, [passed]), CACHE_LINE if layout.is_widened else UNROLLED * step_bytes)
         for step in range(UNROLLED):
             add(k, step)
     if not has_pairs:  # pairs are padded to whole groups
@@ -242,12 +273,12 @@ def numbers(builder, layout: Layout, block, k, step: int = 0):
     k must be even or step 0, so that the compiler sees that the two rows of a pair share their bytes.
     """
     row, step_rows = (builder.lshr(k, INT64(1)), step // 2) if layout.is_paired else (k, step)
-    stored = {"fp32": FLOAT, "fp16": HALF, "bf16": INT32, "int8": BYTE, "int4": BYTE}[layout.name]
+    stored = {32: FLOAT, 16: INT32 if layout.is_paired else HALF, 8: BYTE, 4: BYTE}[layout.number_bits]
     offset = builder.mul(builder.add(row, INT64(step_rows)), INT64((1 + layout.is_paired) * layout.row_bytes))
     values = read(builder, builder.gep(block, [offset]), stored)
-    if layout.name == "fp32":
+    if stored == FLOAT:
         return values
-    if layout.name == "fp16":
+    if stored == HALF:
         return builder.fpext(values, VECTOR)
     if layout.name == "int8":
         return builder.sitofp(builder.sext(values, INTEGERS), VECTOR)
@@ -297,8 +328,21 @@ def _look_up_pairs(builder, stored):
 
 def scale(builder, layout: Layout, group, index: int):
     """Returns the group's scales (index 0) or minimums (1) as floats, [LANES]."""
-    address = builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
-    return builder.fpext(read(builder, address, HALF), VECTOR)
+    return builder.fpext(read(builder, scale_address(builder, layout, group, index), HALF), VECTOR)
+
+
+def copy_scales(builder, layout: Layout, group, copy, index):
+    """Copies scales and minimums of a group to the widened copy of its block; returns the address of its numbers."""
+    wide = widened(layout)
+    copy = builder.gep(copy, [builder.mul(index, INT64(wide.unit_bytes))])
+    for number in range(layout.num_scales):
+        halves = read(builder, scale_address(builder, layout, group, number), HALF)
+        store(builder, halves, scale_address(builder, wide, copy, number), INT64(0))
+    return copy
+
+
+def scale_address(builder, layout: Layout, group, index: int):
+    return builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
 
 
 def packed_pairs(builder, layout: Layout, packed, num_groups):
@@ -321,44 +365,31 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
         return function
     packed, x, x_stride, num_inputs, num_rows = function.args
     num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
-    if layout.num_scales > 1:
-        values = [packed, x, x_stride, num_inputs, num_rows]
-        builder.call(sums_function(module, is_rounded=has_dots(layout)), values)
-    if has_dots(layout):
-        target, distance = packed_pairs(builder, layout, packed, num_groups)
-        with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
-            inputs = builder.gep(x, [builder.mul(row, x_stride)])
-            own = builder.gep(target, [builder.mul(row, distance)])
-            with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (group, _):
-                first = builder.mul(group, INT64(GROUP_SIZE))
-                halves = [load_up_to(builder, inputs, builder.add(first, INT64(i)), num_inputs) for i in (0, LANES)]
-                store(builder, join(builder, halves[0], halves[1]), own, builder.mul(group, INT64(PAIRS_OF_GROUP)))
-    builder.ret_void()
-    return function
-
-
-def sums_function(module: ir.Module, *, is_rounded: bool) -> ir.Function:
-    """Returns the function that sums the groups of rows of x; it takes the parameters of `products.prepare_rows`.
-
-    The two halves of a group are added, then the halves of the result, until one number is left. is_rounded: sum the
-    inputs rounded to bfloat16.
-    """
-    kinds = [FLOATS, FLOATS, INT64, INT64, INT64]
-    function, builder = new_function(module, f"row_sums{'_rounded' * is_rounded}", kinds)
-    if builder is None:
-        return function
-    sums, x, x_stride, num_inputs, num_rows = function.args
-    num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
+    target, distance = packed_pairs(builder, layout, packed, num_groups)
     with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(1), INT64) as (row, _):
         inputs = builder.gep(x, [builder.mul(row, x_stride)])
-        target = builder.gep(sums, [builder.mul(row, num_groups)])
+        own = builder.gep(target, [builder.mul(row, distance)])
         with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (group, _):
-            at = builder.mul(group, INT64(GROUP_SIZE))
-            halves = [load_up_to(builder, inputs, builder.add(at, INT64(i)), num_inputs) for i in (0, LANES)]
-            low, high = (round_to_bfloat16(builder, half) for half in halves) if is_rounded else halves
-            store(builder, add_halves(builder, builder.fadd(low, high)), target, group)
+            halves = halves_of_group(builder, inputs, group, num_inputs)
+            if layout.num_scales > 1:
+                total = sum_of_group(builder, halves, is_rounded=has_dots(layout))
+                store(builder, total, packed, builder.add(builder.mul(row, num_groups), group))
+            if has_dots(layout):
+                store(builder, join(builder, *halves), own, builder.mul(group, INT64(PAIRS_OF_GROUP)))
     builder.ret_void()
     return function
+
+
+def halves_of_group(builder, inputs, group, num_inputs):
+    """Returns a group's inputs as two vectors, with 0 behind the last input."""
+    first = builder.mul(group, INT64(GROUP_SIZE))
+    return [load_up_to(builder, inputs, builder.add(first, INT64(i)), num_inputs) for i in (0, LANES)]
+
+
+def sum_of_group(builder, halves, *, is_rounded: bool):
+    """Adds the halves of a group, then those of the result, until one number is left. is_rounded: to bfloat16 first."""
+    low, high = (round_to_bfloat16(builder, half) for half in halves) if is_rounded else halves
+    return add_halves(builder, builder.fadd(low, high))
 
 
 def load_up_to(builder, inputs, k, num_inputs):
@@ -427,11 +458,8 @@ def put(builder, total, target, num_columns, adds) -> None:
     """Emits target[:num_columns] = (or +=) the total; memory behind it belongs to another row."""
 
     def put_values(values, at):
-        with builder.if_else(adds) as (added, written):
-            with added:
-                store(builder, builder.fadd(load(builder, target, at, values.type), values), target, at)
-            with written:
-                store(builder, values, target, at)
+        before = builder.select(adds, load(builder, target, at, values.type), values.type(None))
+        store(builder, builder.fadd(before, values), target, at)
 
     with builder.if_else(builder.icmp_signed(">=", num_columns, INT64(LANES))) as (whole, part):
         with whole:
@@ -454,7 +482,3 @@ def read(builder, address, kind):
 
 def ceil_divide(builder, a, b: int):
     return builder.udiv(builder.add(a, INT64(b - 1)), INT64(b))
-
-
-def least(builder, a, b):
-    return builder.select(builder.icmp_signed("<", a, b), a, b)
