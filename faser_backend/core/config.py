@@ -129,7 +129,7 @@ class EngineConfig(OptionTable):
         256, "Queue at most this many requests; 0 removes the limit.", CAPACITY, ge=0, le=1_000_000
     )
     max_prefill_tokens: int = Field(default=256, ge=1, le=65536)  # per step; GPUs' default is in runtime_spec.py
-    max_gap_ms: float = option(100.0, "Limit gaps between tokens that prompts cause; 0: no limit.", CAPACITY, ge=0)
+    max_gap_ms: float = option(250.0, "Limit gaps between tokens that prompts cause; 0: no limit.", CAPACITY, ge=0)
     num_kv_blocks: int | None = option(None, "Set the number of KV blocks.", CAPACITY, unset="from free memory", ge=1)
     enable_prefix_reuse: bool = option(
         True,

@@ -100,6 +100,7 @@ def recorded_frontiers(step_runner: StepRunner) -> list[tuple]:
         arrays = (frontier.drafted, frontier.num_drafted, frontier.num_rows, frontier.margins, frontier.candidates)
         frontiers.append(tuple(None if array is None else array.copy() for array in arrays))
 
+    step_runner.scheduler.max_gap_ms = 0.0  # how many prompt tokens a step reads depends on no clock
     step_runner.observers.append(note)
     step_runner.times._clock = step_runner.draft_times._clock = CountingClock()
     return frontiers
