@@ -2,7 +2,7 @@
 """Products of packed rows and a weight matrix on a CPU, compiled by numba: weights as stored, sums in float32.
 
 Weights are widened in registers, and the rows of a tile share one pass over them. Many rows go tile by tile over a
-strip of blocks while it is in the cache. `pack` prepares rows once for all matrices that read them.
+strip of blocks in the cache, which the first may widen. `pack` prepares rows once for all matrices that read them.
 `layouts` defines how weights are stored. `vector_products` and, on a CPU with matrix units, `matrix_units` emit the
 tiles. Threads share a matrix's blocks of columns, without a barrier.
 
@@ -248,9 +248,9 @@ def multiply_blocks(
 ):  # fmt: skip
     """Computes y[:num_rows] = (or +=) x[:num_rows] @ the num_blocks blocks at `weights`, for up to TILE_ROWS rows.
 
-    y: address of the first row's first block. Strides are in floats. num_columns: columns from there to the end of y's
-    row. packed: what prepare_rows made of these rows. work: the work space of matrix units. From the address `ahead`
-    on, memory is asked for what is read later, a byte for 2 ** spread bytes that are read.
+    y: address of the first row's first block. Strides are in floats. num_columns: from there to the end of y's row.
+    packed: what prepare_rows made of these rows. work: of matrix units, or the widened strip, which tile `index` 0
+    writes. From `ahead` on, memory is asked for what is read later, a byte for 2 ** spread bytes that are read.
     """
     code_value = code.literal_value
 
