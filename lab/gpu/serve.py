@@ -48,7 +48,7 @@ def run(context: Context) -> Result:
     device = checked_device(context)
     found: Result = {"acceptance": ACCEPTANCE, "seconds": {}, "rows": []}
     shape = TINY_PAIR if context.is_tiny else PAIRS["qwen3-8b/0.6b"]
-    loads, max_tokens, budget_s = ((1, 2), 8, 5) if context.is_tiny else ((1, 8, 32), 64, PROFILE_S)
+    loads, max_tokens, budget_s = ((1, 2), 8, 5) if context.is_tiny else ((1, 8, 32), 128, PROFILE_S)
     with tempfile.TemporaryDirectory(prefix="faser-serve-") as folder, ExitStack() as stack:
         root, last_s = Path(folder), time.monotonic()
 
