@@ -75,8 +75,7 @@ def build_engines(
 ) -> EngineManifest:
     """Builds both models into output_dir, replacing an engine directory there.
 
-    draft_dir: None builds a target alone, for drafting by n-grams.
-    runtime: a name in runtime_spec.RUNTIMES.
+    draft_dir: None builds a target alone, for drafting by n-grams. runtime: a name in runtime_spec.RUNTIMES.
     exit_layers: target layers after which verification may stop, in ascending order, each in [1, num_layers).
     weights, draft_weights: formats of the matrices of target and draft, see engines.weights_build.choose_weights.
     kv_cache_dtype: dtype of keys and values, see engines.weights_build.choose_kv_cache_dtype.

@@ -77,10 +77,9 @@ def open_pair(
 ) -> CheckpointPair:
     """Opens both and checks all that can be checked before weights are read.
 
-    draft: None builds a target alone. A head may come without a tokenizer: it uses its target's.
-    max_context: see match_specs. on_read: called with the model and the name of each weight before it is read.
-    joins_experts: see engines.weights.weight_sources.
-    Raises CheckpointError naming file or field and value.
+    draft: None builds a target alone. A head may come without a tokenizer: it uses its target's. max_context: see
+    match_specs. on_read: called with the model and the name of each weight before it is read. joins_experts: see
+    engines.weights.weight_sources. Raises CheckpointError naming file or field and value.
     """
     checkpoints, head = {"target": open_checkpoint(target)}, None
     if any(reads(checkpoints["target"].fields.values) for reads in (is_eagle3, is_dflash)):

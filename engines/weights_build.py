@@ -85,8 +85,7 @@ def smallest_format(stored_types: Iterable[str], *, is_draft: bool = False) -> s
     """Returns the smallest format that represents all of these types exactly.
 
     Types that no format represents count as halves. Halves also serve for mixtures of quantised types that only float32
-    would represent: they round by 1 in 2,048 at most. A draft's halves become int8,
-    which costs few accepted tokens.
+    would represent: they round by 1 in 2,048 at most. A draft's halves become int8, which costs few accepted tokens.
     """
     kinds = {kind if kind in HELD_TYPES else "F16" for kind in stored_types}
     if is_draft and "F32" not in kinds and not is_held(kinds, INT4):

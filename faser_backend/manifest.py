@@ -22,11 +22,11 @@ Heads have two segments. The first, without layers, joins hidden states at the r
 hidden_out [T, hidden_size]. The second is the layer: in token_ids, hidden, and its runtime's inputs above; out logits,
 hidden_out [R, hidden_size], of the logit rows only. Block drafters also have two: one writes keys and values, one runs
 blocks, of which DSpark's also has out hidden_out [R, hidden_size], normalised.
-Runtimes "torch" and "llvm" replace all aux_hidden.i by the pool that keeps them, features [num_blocks,
-kv_block_size, number of feature_layers, hidden_size], by slot_mapping. They compile nothing ahead of time: all
-segments of a model name its one safetensors file. For "llvm", matrices are in the layout of its kernels.
-Hidden states, keys and values have the manifest's dtype, logits and exit scores are float32. In runtime "llvm", the
-pool's keys and values have the kv_cache_dtype.
+Runtimes "torch" and "llvm" replace all aux_hidden.i by the pool that keeps them, features [num_blocks, kv_block_size,
+number of feature_layers, hidden_size], by slot_mapping. They compile nothing ahead of time: all segments of a model
+name its one safetensors file. For "llvm", matrices are in the layout of its kernels. Hidden states, keys and values
+have the manifest's dtype, logits and exit scores are float32. In runtime "llvm", the pool's keys and values have the
+kv_cache_dtype.
 """
 
 from __future__ import annotations

@@ -146,11 +146,10 @@ def pruned_chunk_attention(
     Rows from cu_rows[B] on are padding: they are not read or written, and their `out` is unchanged.
     max_rows: about how many rows a sequence has, to choose tiles; any number gives the same bits. A captured graph
     fixes it, T, B and num_splits. part_tokens: of the first parts; it alone decides the last bits of results.
-    num_splits: 1, or at least the parts of every sequence, which programs of their own then take.
-    num_sms: the SMs of the current stream's share, which bound the programs.
-    table_width: [1] int32, the width of block_table's rows when the call runs, if they have no gaps.
-    is_causal: otherwise a row sees all rows of its chunk, as in a drafted block, not only those up to itself.
-    Positions in slot_mapping are at or above their sequence's context_lens, and distinct.
+    num_splits: 1, or at least the parts of every sequence, which programs of their own then take. num_sms: the SMs of
+    the current stream's share, which bound the programs. table_width: [1] int32, the width of block_table's rows when
+    the call runs, if they have no gaps. is_causal: otherwise a row sees all rows of its chunk, as in a drafted block,
+    not only those up to itself. Positions in slot_mapping are at or above their sequence's context_lens, and distinct.
     Raises ValueError if shapes or types do not match.
     """
     tensors = (q, k_new, v_new, k_pool, v_pool, block_table, cu_rows, context_lens, slot_mapping)

@@ -181,12 +181,11 @@ class DraftLoop(Protocol):
     ) -> DraftTokens:
         """Extends A sequences by num_draft_tokens [A] >= 1 tokens each.
 
-        rows: what the draft has not seen of each, logits wanted of each last row; the first new token has the
-        position behind it, or behind its token where a head's row holds one further on. Tokens, noise and margins
-        are those of calls of the runner and of Sampler.sample_draft in turn; K/V of a sequence is written for no
-        position past its own num_draft_tokens.
-        Returns tokens [A, K], margins [A, K], candidates [A, K, C] or None, K = max(num_draft_tokens); entries
-        past a sequence's own length have no meaning.
+        rows: what the draft has not seen of each, logits wanted of each last row; the first new token has the position
+        behind it, or behind its token where a head's row holds one further on. Tokens, noise and margins are those of
+        calls of the runner and of Sampler.sample_draft in turn; K/V of a sequence is written for no position past its
+        own num_draft_tokens. Returns tokens [A, K], margins [A, K], candidates [A, K, C] or None, K =
+        max(num_draft_tokens); entries past a sequence's own length have no meaning.
         """
         ...
 

@@ -45,10 +45,9 @@ def accept_by_rejection(
     """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K', V] are processed probabilities.
 
     Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own; a client's was not drawn, and its
-    distribution puts everything on it. It is tested by row j:
-    accepted iff accept_uniforms[row] * q < p. The token after the accepted ones is drawn with
-    sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus. Both uniforms are [R] in
-    (0, 1). cu_rows as in accept_matches.
+    distribution puts everything on it. It is tested by row j: accepted iff accept_uniforms[row] * q < p. The token
+    after the accepted ones is drawn with sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus.
+    Both uniforms are [R] in (0, 1). cu_rows as in accept_matches.
     """
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs

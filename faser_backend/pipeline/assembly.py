@@ -35,6 +35,6 @@ def assemble(ports: Ports, policy: SpeculationPolicy, config: EngineConfig) -> E
         never_evicts=config.admission == "guaranteed_no_evict",
         max_draft_lag=MAX_DRAFT_LAG if proposer is None else proposer.max_lag,
     )
-    step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer)
+    step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer, ports.behind)
     adapters = Adapters(ports.partitions[WHOLE].target, config.max_lora_rank, config.lora_cache_bytes)
     return Engine(step_runner, ports, adapters, max_queue_size=config.max_queue_size)

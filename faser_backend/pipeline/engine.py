@@ -250,16 +250,16 @@ class Engine:
 
     def _count_drafts(self, frontier: Frontier, accepted: np.ndarray) -> None:
         metrics, proposer = self._metrics, self.step_runner.proposer
-        metrics.num_drafted += int(frontier.num_drafted.sum())
-        metrics.num_accepted += int(accepted.sum())
-        metrics.num_drafts += int(np.count_nonzero(frontier.num_drafted))
-        for position in range(min(NUM_POSITIONS, int(accepted.max(initial=0)))):
-            metrics.num_accepted_by_position[position] += int(np.count_nonzero(accepted > position))
-        main = "model" if proposer is None else proposer.main_source
-        sums = (np.bincount(frontier.sources, each, len(SOURCES)) for each in (frontier.num_drafted, accepted))
-        for source, of_source_drafted, of_source_accepted in zip((main, *SOURCES[1:]), *sums, strict=True):
-            metrics.num_drafted_by_source[source] += int(of_source_drafted)
-            metrics.num_accepted_by_source[source] += int(of_source_accepted)
+        names = ("model" if proposer is None else proposer.main_source, *SOURCES[1:])
+        columns = (frontier.sources, frontier.num_drafted, accepted)
+        for source, num_drafted, num_accepted in zip(*(column.tolist() for column in columns), strict=True):
+            metrics.num_drafted += num_drafted
+            metrics.num_accepted += num_accepted
+            metrics.num_drafts += num_drafted > 0
+            for position in range(min(NUM_POSITIONS, num_accepted)):
+                metrics.num_accepted_by_position[position] += 1
+            metrics.num_drafted_by_source[names[source]] += num_drafted
+            metrics.num_accepted_by_source[names[source]] += num_accepted
 
     def metrics(self) -> EngineMetrics:
         """Returns the live metrics. On another thread than the step's they may be one step old."""

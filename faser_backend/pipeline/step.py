@@ -8,9 +8,10 @@ and the proposer, which drafts.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import Failure
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan
-from faser_backend.core.ports import Clock, Partition, Sampler
+from faser_backend.core.ports import Behind, Clock, Partition, Sampler, run_behind
 from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
@@ -70,6 +71,7 @@ class StepRunner:
     sampler: Sampler
     clock: Clock
     proposer: Proposer | None  # None: every step decodes plainly
+    behind: Behind | None = None  # where the policy learns, see device/runtime.py
 
     def __post_init__(self) -> None:
         self.times = PhaseTimes(self.clock)  # on the step thread and the target's lane
@@ -77,6 +79,7 @@ class StepRunner:
         self.prefiller = Prefiller(self.scheduler.blocks, self.sampler, self.clock, self.times, self.proposer)
         self.verifier = Verifier(self.sampler, self.times)
         self.observers: list[Callable[[StepRecord], None]] = [self._teach]
+        self._lessons: Behind = deque()
 
     @property
     def phase_times_ns(self) -> dict[str, int]:
@@ -97,6 +100,8 @@ class StepRunner:
             tokens = sequence.token_ids[: sequence.num_tokens]
             self.sampler.add(sequence.slot, request.sampling, tokens, sequence.num_prompt_tokens, request.end_ids)
             self._draft_forced(sequence)
+        if self.behind is not None:
+            self.behind.append(partial(run_behind, self._lessons))
         self.times.lap("schedule")
         return plan
 
@@ -141,10 +146,11 @@ class StepRunner:
         return outputs, in_flight.present()
 
     def _teach(self, record: StepRecord) -> None:
-        """Lets the policy and the scheduler learn from a step, unless nobody but newly read sequences was in it."""
+        """Lets the policy learn, once a GPU has its next call; not from a step of newly read sequences alone."""
         if record.plan.decision.num_draft_tokens:
-            self.scheduler.policy.observe(record)
-            self.scheduler.observe(record)
+            self._lessons.append(partial(self.scheduler.observe, record))
+        if self.behind is None:
+            run_behind(self._lessons)
 
     def _run_serial(self, plan: StepPlan, batch: DecodeBatch, ready: Frontier) -> StepPhases:
         """Drafts for the sequences without drafts in flight, then verifies all sequences and reads prompts."""
@@ -225,10 +231,8 @@ class StepRunner:
         num_ahead: positions past its tokens for which a sequence keeps blocks.
         """
         outputs = []
-        blocks = self.scheduler.blocks
-        now = self.clock.now_ns()
-        emitted = acceptance.tokens.tolist()
-        num_emitted = acceptance.num_emitted.tolist()
+        blocks, now = self.scheduler.blocks, self.clock.now_ns()
+        emitted, num_emitted = acceptance.tokens.tolist(), acceptance.num_emitted.tolist()
         counts = round_counts(frontier, verification, acceptance)
         for index, sequence in enumerate(batch.sequences):
             if self._failure_of(sequence) is not None:

@@ -158,10 +158,9 @@ class CostModel:
     ) -> np.ndarray:
         """Returns the microseconds [N] of segments [first_segment, last_segment) for N candidate calls, numbers or [N].
 
-        context_tokens: tokens in the KV pool before the call, see batch_context. max_rows: most rows of one
-        sequence, by default equal for all; used only if padded. num_logit_rows: default every row (a
-        verification); 0 for a prefill, num_sequences for a draft call. Raises ValueError for an unknown model
-        or partition.
+        context_tokens: tokens in the KV pool before the call, see batch_context. max_rows: most rows of one sequence,
+        by default equal for all; used only if padded. num_logit_rows: default every row (a verification); 0 for a
+        prefill, num_sequences for a draft call. Raises ValueError for an unknown model or partition.
         """
         costs = self.segments.get((model, partition), ())[first_segment:last_segment]
         if not costs:

@@ -2,7 +2,6 @@
 
 Prune rows, never tests: row j is judged by draft tokens 1..j alone, so what is emitted stays exact
 (pipeline/acceptance.py). `best_exit` decides whether an exit is worth its price.
-Pure; the pipeline calls it with the leads that the exit head gives to draft tokens (core/decision.py ExitView).
 """
 
 from __future__ import annotations

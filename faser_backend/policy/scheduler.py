@@ -196,7 +196,8 @@ class Scheduler:
         return reserved + self.blocks.num_blocks_for(sequence.token_ids.size) <= self.blocks.num_blocks
 
     def observe(self, record: StepRecord) -> None:
-        """Learns how many prompt tokens a step may read, so that running sequences wait max_gap_ms for a token."""
+        """Lets the policy learn, and how many prompt tokens a step may read: running sequences wait max_gap_ms."""
+        self.policy.observe(record)
         num_rows = sum(chunk.num_tokens for chunk in record.plan.prefills)
         num_steps = 2 if record.plan.decision.mode is PipelineMode.PING_PONG else 1  # per token of a sequence
         share = self.max_gap_ms * 1e3 / (num_steps * max(record.step_us, 1.0))

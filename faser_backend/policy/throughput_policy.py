@@ -59,14 +59,14 @@ class ThroughputPolicy:
         self._predicted = BatchTimesCache(self.costs, MAX_ADAPTIVE_TOKENS)
         self._reading_us = 0.0  # of the draft, per emitted token
         self._mean_answer = math.inf  # tokens, of requests that ended before their limit: others tell nothing
-        self._weighed: Sequence[RunningSequence] = ()
+        self._weighed = self._ready = list[RunningSequence]()  # the last; those that were decided about
         self._times: dict[tuple[int, str], BatchTimes] = {}  # corrected, by size and partition, as last weighed
         self.chosen: Score | None = None  # explorations aside
         self._scores: tuple[Score, ...] = ()
         self._price = 0.0  # tokens per microsecond
         self._weighed_size = self._context = 0  # sequences; tokens of each
         self._most_change = 0.0  # of the batch, before it is weighed again at once
-        self._num_decided = 0  # since the last weighing
+        self._num_decided = self._num_prefilling = 0  # since the last weighing; as last decided about
         self._is_waiting = False  # for requests whose drafts have less to catch up with
         self._explorer = candidates.Explorer()
         self._was_drafting = self._has_decoded_plainly = self._has_read = False
@@ -80,11 +80,12 @@ class ThroughputPolicy:
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         size = len(sequences) + num_prefilling
         self._num_decided += 1
-        is_due = self._explorer.end_if_done() or self._num_decided >= self._interval
-        is_due |= self._is_waiting and self._decided_for != sequences
-        if is_due or abs(size - self._weighed_size) > self._most_change:
+        self._ready, self._num_prefilling = list(sequences), num_prefilling
+        has_changed = self._decided_for != sequences
+        is_due = abs(size - self._weighed_size) > self._most_change or (self._is_waiting and has_changed)
+        if is_due or self._decision is None:
             self._decision = self._weigh(sequences, size)
-        elif self._decision is None or self._decided_for != sequences:
+        elif has_changed:
             self._decision = self._new_decision(sequences)
         return self._decision
 
@@ -229,6 +230,9 @@ class ThroughputPolicy:
         self._has_read = record.draft_prefill_us > 0.0
         if self._has_read and not (self.costs.drafts_at_once or record.has_clients):
             self._errors.observe_draft_reading(record, self.costs)
+        ready = [each for each in self._ready if each.slot >= 0]  # weighed here, a GPU need not wait for it
+        if ready and (self._explorer.end_if_done() or self._num_decided >= self._interval):
+            self._decision = self._weigh(ready, len(ready) + self._num_prefilling)
 
     def _learn(self, record: StepRecord, *, has_drafted: bool) -> None:
         """Learns chances, times and the yield of chains from a step."""

@@ -194,9 +194,8 @@ class OpenAIProcess:
 def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lora: Sequence[str] | None = None) -> Path:
     """Loads this directory into the server, with other options unchanged. Returns the directory that it replaces.
 
-    lora: adapters instead of those that are loaded; None: the same.
-    Raises ManifestError or ConfigError if the directory does not fit, and AdminError if the server refuses it. After
-    an error the old engine keeps serving.
+    lora: adapters instead of those that are loaded; None: the same. Raises ManifestError or ConfigError if the
+    directory does not fit, and AdminError if the server refuses it. After an error the old engine keeps serving.
     """
     config = admin.config(ENGINE_MODEL)
     parameters = given_parameters(config)

@@ -165,7 +165,9 @@ def test_a_draft_that_rested_wakes_when_it_catches_up_cheaply():
     policy = ThroughputPolicy(known, with_modes=False)
     for size, mode in ((64, None), (4, SERIAL)):
         for _ in range(MIN_INTERVAL):
-            policy.decide(sequences(size, prompt=200, max_tokens=200))
+            ready = sequences(size, prompt=200, max_tokens=200)
+            policy.decide(ready)
+            policy.observe(step_record(ready, [0] * size, [0] * size))
         assert policy.chosen is not None and policy.chosen.mode is mode
 
 

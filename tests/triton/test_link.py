@@ -161,11 +161,12 @@ def path(tmp_path: Path) -> Iterator[Path]:
     loop.close()
 
 
-def test_tokens_are_sent_while_the_device_is_busy_with_the_next_call():
+def test_tokens_are_sent_and_policies_learn_while_the_device_is_busy_with_the_next_call(monkeypatch):
     behind: Behind = deque()
     fake, events, ended = open_fake("none", behind=behind), list[str](), threading.Event()
     sampler = cast(NumpySampler, fake.step_runner.sampler)
     sample = sampler.sample
+    monkeypatch.setattr(fake.step_runner.scheduler.policy, "observe", lambda record: events.append("learned"))
 
     def waits(logits: np.ndarray, rows: SamplingRows) -> np.ndarray:
         events.append("queued")
@@ -183,7 +184,8 @@ def test_tokens_are_sent_while_the_device_is_busy_with_the_next_call():
     loop.subscribe(deliver).submit(request("r", [1, 2, 3], 3), "")
     assert ended.wait(10)
     loop.close()
-    assert events == ["queued", "waited", *2 * ["queued", "sent", "waited"], "sent"]
+    first, second, last = ["queued", "waited"], ["queued", "sent", "waited"], ["queued", "sent", "learned", "waited"]
+    assert events == [*first, *second, *last, "sent"]  # the first step read the prompt
 
 
 def test_requests_over_the_link_get_the_tokens_that_they_get_without_it(path: Path):
