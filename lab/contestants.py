@@ -14,13 +14,10 @@ from faser_backend.policy.registry import FILE, USAGES
 REFERENCE = "none"
 FIXED_REFERENCE = "fixed:4"  # a typical fixed length
 WHOLE = "faser"  # the full policy, with all mechanisms
-POLICIES = (
-    "none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "goodput", "survival", "gp-lcb",
-    "faser",
-)  # fmt: skip
+POLICIES = ("none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "survival", "gp-lcb", "faser")
 ORACLE = "oracle"  # knows which tokens will be accepted; exists in simulations alone
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
-SIMULATED = ("none", *STATIC, "goodput", "survival", "gp-lcb", "faser", ORACLE)
+SIMULATED = ("none", *STATIC, "survival", "gp-lcb", "faser", ORACLE)
 MAX_NUM_SEQS = 64  # saturates two cores; twice as many gain only a few percent
 
 

@@ -113,15 +113,15 @@ def _vectors() -> str:
     from llvmlite import binding
 
     from faser_backend.cpu.kernels.matrix_units import PRODUCTS, find_matrix_units
-    from faser_backend.cpu.kernels.vector_products import DOT_FORMATS, HAS_DOTS, TILE_ROWS
+    from faser_backend.cpu.kernels.vector_products import TILE_ROWS, USED
 
     has = binding.get_host_cpu_features()
     widths = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sse2": "SSE2", "neon": "NEON"}
     width = next((name for feature, name in widths.items() if has.get(feature, False)), "no known vectors")
     has_units, found = find_matrix_units()
     units = f"of {', '.join(sorted(PRODUCTS[1]))} weights on {found}" if has_units else f"no matrix units ({found})"
-    if HAS_DOTS and not has_units:
-        units += f"; with --compute bf16, {', '.join(DOT_FORMATS)} weights by VDPBF16PS"
+    if USED and not has_units:
+        units += f"; with --compute bf16, {USED}"
     return f"float32 products with {width} in tiles of {TILE_ROWS} rows; {units}"
 
 

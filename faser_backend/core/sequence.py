@@ -32,8 +32,6 @@ class Sequence:
     draft_len: int = 0  # leading tokens whose KV is in the draft's pool
     num_proposals: int = 0  # that the draft made for it, discarded ones included
     client_draft: tuple[int, ...] = ()  # draft tokens of the client or forced by a grammar, until verified
-    num_client_tested: int = 0  # of these drafts, up to the first rejection of each
-    num_client_accepted: int = 0
     context_logits: np.ndarray | None = None  # [num_prompt_tokens, V] float32, filled while the prompt is read
     failure: Failure | None = None  # of this sequence alone: the current step goes on, then ends it
     context_log_probs: np.ndarray | None = None  # see EngineOutput; filled in the same way
@@ -76,12 +74,6 @@ class Sequence:
         """Whether the prompt must be run with logits, which leave with the first output tokens."""
         wants = self.request.wants_context_logits or self.request.wants_context_log_probs
         return wants and self.num_output_tokens == 0
-
-    @property
-    def server_acceptance(self) -> tuple[int, int]:
-        """(accepted, tested) draft tokens of the server, without those of clients."""
-        stats = self.stats
-        return stats.num_accepted - self.num_client_accepted, stats.num_tested - self.num_client_tested
 
     def fail(self, field: str, error: Exception) -> None:
         """Marks the sequence as failed. The first of several failures counts."""

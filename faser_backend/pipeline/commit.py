@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.errors import ErrorCode, FailedError, Failure, blaming
-from faser_backend.core.frontier import CLIENT, MAIN, Acceptance, Frontier, Verification
+from faser_backend.core.frontier import MAIN, Acceptance, Frontier, Verification
 from faser_backend.core.ports import NO_TOKEN, Sampler
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
@@ -51,10 +51,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
         raise FailedError(Failure(ErrorCode.INTERNAL, what))
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
-    if counts.source == CLIENT:
-        sequence.num_client_tested += counts.num_tested
-        sequence.num_client_accepted += counts.num_accepted
-    elif counts.num_drafted and counts.source == MAIN:
+    if counts.num_drafted and counts.source == MAIN:
         sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
     sequence.client_draft = ()  # it continued the old last token only
     stats = sequence.stats

@@ -1,7 +1,4 @@
-"""The policies that can be asked for by name (`--policy`), and how their arguments are read.
-
-Those to compare with are here too: fixed lengths, none among them, and the best common length by prediction.
-"""
+"""The policies that can be asked for by name (`--policy`), fixed lengths among them, and how arguments are read."""
 
 from __future__ import annotations
 
@@ -11,23 +8,16 @@ from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-import numpy as np
-
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.record import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import AcceptanceModel
-from faser_backend.policy.cost_model import BatchTimesCache, CostModel
 from faser_backend.policy.early_exit import EarlyExit
 from faser_backend.policy.gp_lcb import GpLcb
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_TOKENS, Knowledge, SpeculationPolicy
+from faser_backend.policy.speculation import MAX_DRAFT_TOKENS, Knowledge, SpeculationPolicy
 from faser_backend.policy.throughput_policy import ThroughputPolicy
-
-PRIOR_ACCEPTANCE = 0.6  # until there is evidence
-PRIOR_TESTS = 8.0  # how many tests of its own outweigh what a request inherits from the batch
-MAX_ACCEPTANCE = 0.98
 
 
 class WithoutLearning:
@@ -51,41 +41,11 @@ class FixedLength(WithoutLearning):
         return Decision([self.num_draft_tokens] * len(sequences))
 
 
-class Goodput(WithoutLearning):
-    """The one length for the whole batch that promises most tokens per time, after SmartSpec (arXiv 2406.14066).
-
-    With a_b the chance that a drafted token of request b is kept, read from the counts that sequences carry, a round
-    of K drafted tokens emits (1 - a_b^(K+1)) / (1 - a_b) tokens of b (2211.17192, eq. 1) in a predicted time.
-    Length 0 is a candidate like any other, so a batch that does not gain does not speculate.
-    """
-
-    def __init__(self, costs: CostModel, max_draft_tokens: int) -> None:
-        self._costs, self._times = costs, BatchTimesCache(costs, max_draft_tokens)
-        self._lengths = np.arange(max_draft_tokens + 1)  # [K + 1] candidates
-
-    def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
-        rates = acceptance_rates(sequences)[:, None]
-        emitted = ((1.0 - rates ** (self._lengths + 1)) / (1.0 - rates)).sum(axis=0)  # [K + 1] tokens
-        size, lengths = len(sequences), self._lengths
-        times = self._times.of(size, self._costs.batch_context([each.num_tokens for each in sequences]), WHOLE)
-        draft_us = lengths * times.draft_us[size] + (lengths > 0) * times.draft_round_us
-        best = int((emitted / (draft_us + times.verify_us[size * lengths])).argmax())
-        return Decision([best] * size)
-
-
-def acceptance_rates(sequences: Sequence[RunningSequence]) -> np.ndarray:
-    """Returns the chance [B] that a tested draft token is kept: a request's own counts, shrunk to the batch's."""
-    accepted, tested = np.array([sequence.server_acceptance for sequence in sequences], np.float64).T  # [B] each
-    shared = (accepted.sum() + PRIOR_ACCEPTANCE * PRIOR_TESTS) / (tested.sum() + PRIOR_TESTS)
-    return np.minimum((accepted + shared * PRIOR_TESTS) / (tested + PRIOR_TESTS), MAX_ACCEPTANCE)
-
-
 LoadKnowledge = Callable[[], Knowledge]
 FIXED, FILE = "fixed", "file"  # file:PATH is a policy of the user's own
 
 POLICIES: dict[str, Callable[[LoadKnowledge], SpeculationPolicy]] = {
     "none": lambda load: FixedLength(0),
-    "goodput": lambda load: Goodput(load().costs, MAX_ADAPTIVE_TOKENS),
     "survival": lambda load: ThroughputPolicy(load(), with_modes=False),
     "gp-lcb": lambda load: GpLcb(load()),
     "faser": lambda load: ThroughputPolicy(load(), with_modes=True),

@@ -49,7 +49,7 @@ STYLE: dict[Any, Any] = {
 }
 COLOURS = {
     "none": "#6b6b6b", "fixed:1": "#b3cde8", "fixed:2": "#84b0da", "fixed:4": "#4a88c2", "fixed:8": "#1f5591",
-    "goodput": "#2a9d8f", "survival": "#7aa63f", "gp-lcb": "#e09f3e", "faser": "#c8344b",
+    "survival": "#7aa63f", "gp-lcb": "#e09f3e", "faser": "#c8344b",
 }  # fmt: skip
 OTHER_COLOUR = "#8c564b"
 

@@ -193,6 +193,23 @@ def test_both_parts_of_an_input_count():
         assert_right(matrix, x, matrix.times(rounded), error=2**-13)
 
 
+@pytest.mark.skipif(not vector_products.HAS_WORDS, reason="needs a CPU with AVX2 and without AVX512-BF16")
+@pytest.mark.parametrize("weight_format", ["int8", "int4"])
+def test_words_are_of_a_groups_largest_input(weight_format: str):
+    """Beside an input of 1e6 others of its group are lost, those of other groups are not; tiny ones are kept."""
+    matrix = Matrix(weight_format, 576, 200, COMPUTES[1])
+    x = matrix.rows(4)
+    assert_right(matrix, x, matrix.times(x), error=2**-13)  # of int4's numbers, larger than their weights
+    with pytest.raises(AssertionError):
+        assert_right(matrix, x, matrix.times(x), error=1e-6)
+    x[1, 5], x[2], x[3] = 1e6, 1e-20 * x[0], 0.0
+    alone = np.where(np.arange(576) // 32 == 0, 0.0, x[:1])
+    found, rest = matrix.times(x), matrix.times(alone.astype(np.float32))
+    np.testing.assert_allclose(found[1] - 1e6 * matrix.restored[5], rest[0], atol=1e6 * 2**-16 * 32 * 4)
+    np.testing.assert_allclose(found[2], 1e-20 * found[0], rtol=1e-4, atol=1e-24)
+    assert not found[3].any() and (found[0] != rest[0]).any()
+
+
 def test_the_environment_can_switch_matrix_units_off():
     code = "from faser_backend.cpu.kernels.matrix_units import has_matrix_units; print(has_matrix_units())"
     environment = {**os.environ, "FASER_MATRIX_UNITS": "off", "PYTHONPATH": str(ROOT)}

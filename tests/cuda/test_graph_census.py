@@ -108,7 +108,7 @@ def on_some_split(seed: int, *, has_split: bool = True):
 
 
 EXPECTED = {"torch": (30, 45, 4), "tensorrt": (10, 14, 4), "tensorrt_rtx": (17, 20, 6)}  # shapes, with scores, chains
-POLICIES = ["none", "fixed:4", "goodput", "gp-lcb", "faser", "survival"]
+POLICIES = ["none", "fixed:4", "gp-lcb", "faser", "survival"]
 
 
 @pytest.mark.parametrize("kind", ["torch", "tensorrt", "tensorrt_rtx"])

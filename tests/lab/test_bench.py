@@ -45,7 +45,7 @@ CONTRACT = (
     "plan_us_mean", "plan_us_p99", "plan_share",
 )  # fmt: skip
 TINY = Sizing(2, 0.01, 1, 0.2, 2, 6, (0.8,), bursty_ablations=False)
-CHOSEN = "none,fixed:2,goodput,fixed:4 (ping-pong)"
+CHOSEN = "none,fixed:2,survival,fixed:4 (ping-pong)"
 
 questions = test_prompt_files.questions  # four
 
@@ -93,7 +93,7 @@ def test_report_is_one_file_that_says_what_it_is(output: Path, bench):
     html = (output / "report.html").read_text()
     assert not re.search(r'(?:src|href)="(?!https://ui\.perfetto\.dev|#)', html)
     assert html.count("<svg") == 1 and len(html) < 3_000_000
-    for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "goodput", "seed 3", "<td>writing</td>"):
+    for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "survival", "seed 3", "<td>writing</td>"):
         assert text in html
     assert "had only guesses" in html  # these engines were never profiled
     assert "rag 1 of 1" in html and "question.jsonl, as messages" in html  # what was left out, what is asked

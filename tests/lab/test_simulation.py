@@ -169,7 +169,7 @@ def lengths(count: int, seed: int) -> Trace:
     return Trace(np.cumsum(rng.exponential(2e-3, count)), prompts, outputs, "made up")
 
 
-POLICIES = ["fixed:1", "fixed:6", "goodput", "survival", "gp-lcb", "faser"]
+POLICIES = ["fixed:1", "fixed:6", "survival", "gp-lcb", "faser"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -26,7 +26,7 @@ from faser_backend.cpu.kernels.vectors import (
     INT64,
     LANES,
     VECTOR,
-    add_halves,
+    fold,
     load,
     multiply_add,
     pick,
@@ -196,7 +196,7 @@ def weights_of(builder, scores, state, column):
     weights = [power_of_2(builder, builder.fsub(x, largest)) for x in scores]
     weights = [builder.select(seen, x, zero) for seen, x in zip(is_seen, weights, strict=True)]
     factor, total = power_of_2(builder, builder.fsub(before, largest)), reduce(builder.fadd, weights)
-    first = largest, factor, add_halves(builder, total)
+    first = largest, factor, fold(builder, total)
     most, factor, total = (builder.extract_element(x, INT32(0)) for x in first)
     total = multiply_add(builder, load(builder, state, INT64(TOTAL), FLOAT), factor, total)
     for index, value in ((LARGEST, most), (TOTAL, total), (FACTOR, factor)):

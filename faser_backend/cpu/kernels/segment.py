@@ -25,6 +25,7 @@ from faser_backend.cpu.kernels.matrix_units import PRODUCTS, has_matrix_units
 from faser_backend.cpu.kernels.products import (
     ADDS,
     DOT_CODES,
+    GROUP_FLOATS,
     NO_BIAS,
     REPLACES,
     STORED,
@@ -59,9 +60,9 @@ EXTRAS = {DENSE: numba.types.Tuple([]), EXPERTS: ROUTING, EAGLE3_HEAD: HEAD_INPU
 
 def plain_code(weight_format: str, compute: str) -> int:
     """Returns the code of these products, one for both arithmetics where this CPU does the same: it spares a kernel."""
-    code = code_of(weight_format, compute)
-    is_other = weight_format in PRODUCTS[1] if has_matrix_units() else code in DOT_CODES
-    return code if is_other else code_of(weight_format)
+    code, exact = code_of(weight_format, compute), code_of(weight_format)
+    is_other = weight_format in PRODUCTS[1] if has_matrix_units() else GROUP_FLOATS[code] != GROUP_FLOATS[exact]
+    return code if is_other else exact
 
 
 @cache

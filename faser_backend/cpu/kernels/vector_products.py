@@ -5,7 +5,8 @@ A tile is a function of the compiled module, with layout and number of rows as c
 order, so the bits of a result do not depend on the tile.
 
 Inputs in one part (layout.num_parts) and weights that bfloat16 holds are multiplied by VDPBF16PS where the CPU has it:
-rows are packed to bfloat16, and a lane adds the product of a pair's odd input, then that of its even one.
+rows are packed to bfloat16, and a lane adds the product of a pair's odd input, then that of its even one. Without it,
+VPMADDWD multiplies integers: a group's inputs are packed to words, 16-bit integers times a scale, whose sums are exact.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from faser_backend.cpu.kernels.vectors import (
     INT64,
     INTEGERS,
     VECTOR,
-    add_halves,
+    fold,
     load,
     multiply_add,
     pick,
@@ -68,6 +69,9 @@ AHEAD_BYTES = 4096  # distance of prefetches from a read
 binding.initialize_native_asmparser()
 HAS_DOTS = all(binding.get_host_cpu_features().get(name, False) for name in ("avx512bf16", "avx512bw"))
 DOT_FORMATS = ("bf16", "int8", "int4")  # whose numbers bfloat16 holds
+HAS_WORDS = not HAS_DOTS and bool(binding.get_host_cpu_features().get("avx2", False))
+USED = f"{', '.join(DOT_FORMATS)} weights by VDPBF16PS" if HAS_DOTS else "int8, int4 weights by VPMADDWD" * HAS_WORDS
+MOST_WORD, ROUNDER = 32767.0, 1.5 * 2**23  # a sum with it has the rounded integer in its low bits
 
 
 def has_dots(layout: Layout) -> bool:
@@ -75,16 +79,30 @@ def has_dots(layout: Layout) -> bool:
     return HAS_DOTS and layout.num_parts == 1 and layout.name in DOT_FORMATS
 
 
+def has_words(layout: Layout) -> bool:
+    """Tells whether vectors multiply this layout by VPMADDWD on this CPU."""
+    return HAS_WORDS and layout.num_parts == 1 and layout.num_scales > 0
+
+
+def has_pairs(layout: Layout) -> bool:
+    return has_dots(layout) or has_words(layout)
+
+
 def widened(layout: Layout) -> Layout:
-    """Returns the layout of a strip's copy for many rows, its numbers as floats, or `layout` if none is made."""
-    if layout.number_bits == 32 or not layout.num_parts or has_dots(layout):
+    """Returns the layout of a strip's copy for many rows, halves as floats, or `layout` if none is made."""
+    if layout.number_bits != 16 or not layout.num_parts or has_dots(layout):
         return layout
     return replace(layout, number_bits=32, dtype=np.float32, is_paired=False, is_widened=True)
 
 
 def group_floats(layout: Layout) -> int:
-    """Returns the floats that prepare_rows writes for a group of a row: its pairs, and for int4 its sum."""
-    return PAIRS_OF_GROUP * has_dots(layout) + (layout.num_scales > 1)
+    """Returns the floats that prepare_rows writes for a group of a row: its pairs, and num_singles numbers."""
+    return PAIRS_OF_GROUP * has_pairs(layout) + num_singles(layout)
+
+
+def num_singles(layout: Layout) -> int:
+    """Counts the numbers of a packed group beside its pairs: the scale of its words, and for int4 its sum."""
+    return has_words(layout) + (layout.num_scales > 1)
 
 
 def most_tile_rows(features: dict[str, bool], others: int = 0) -> int:
@@ -167,8 +185,8 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: 
     num_groups = ceil_divide(builder, num_inputs, GROUP_SIZE)
     distance = block_bytes(builder, layout, num_inputs)
     blocks = [builder.gep(block, [builder.mul(distance, INT64(b))]) for b in range(num_blocks)]
-    if has_dots(layout):
-        # The rows' pairs are read by assembly, so that LLVM must not take them for unread.
+    if has_pairs(layout):
+        # The rows' pairs may be read by assembly, so that LLVM must not take them for unread.
         builder.asm(ir.FunctionType(VOID, []), "", "~{memory}", [], side_effect=True)
         x, x_stride = packed_pairs(builder, layout, packed, num_groups)
         count, group_size = builder.mul(num_groups, INT64(PAIRS_OF_GROUP)), PAIRS_OF_GROUP
@@ -186,11 +204,11 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: 
             passed = builder.mul(index, INT64(layout.unit_bytes))
             groups = [builder.gep(block, [passed]) for block in blocks]
             asked = builder.gep(ahead, [builder.lshr(builder.mul(passed, INT64(num_blocks)), spread)])
-            sums = new_sums(builder, num_blocks * num_rows)
+            sums = new_sums(builder, num_blocks * num_rows, INTEGERS if has_words(layout) else VECTOR)
             own = [builder.gep(row, [first]) for row in rows]
-            to = copy_scales(builder, layout, groups[0], copy, index) if writes else None
-            add_products(builder, layout, own, groups, size, sums, asked, spread, to)
-            offsets = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
+            add_products(builder, layout, own, groups, size, sums, asked, spread, None)
+            of_rows = [builder.add(builder.mul(INT64(r), num_groups), index) for r in range(num_rows)]
+            offsets = [builder.mul(of_row, INT64(num_singles(layout))) for of_row in of_rows]
             for b, group in enumerate(groups):
                 of_block = slice(b * num_rows, (b + 1) * num_rows)
                 add_group(builder, layout, group, sums[of_block], packed, offsets, totals[of_block])
@@ -206,26 +224,27 @@ def tile_function(module: ir.Module, layout: Layout, num_rows: int, num_blocks: 
 
 
 def add_products(builder, layout: Layout, rows, blocks, count, sums, ahead, spread, copy) -> None:
-    """Emits sums[b, r] += rows[r][k] * blocks[b][k] for k = 0, 1, ... count - 1, fused; of pairs by dots.
+    """Emits sums[b, r] += rows[r][k] * blocks[b][k] for k = 0, 1, ... count - 1, fused; of pairs if it has them.
 
     It writes the block's numbers to `copy`, if any, as floats.
     """
-    has_pairs = has_dots(layout)
-    step_bytes = layout.row_bytes * (1 + has_pairs) * len(blocks)
+    is_paired = has_pairs(layout)
+    pairs_of, multiply = (words, multiply_words) if has_words(layout) else (pairs, dot)
+    step_bytes = layout.row_bytes * (1 + is_paired) * len(blocks)
 
     def add(k, step):
-        weights = [(pairs if has_pairs else numbers)(builder, layout, block, k, step) for block in blocks]
+        weights = [(pairs_of if is_paired else numbers)(builder, layout, block, k, step) for block in blocks]
         if copy is not None:
             at = builder.mul(builder.add(k, INT64(step)), INT64(LANES))
             store(builder, weights[0], builder.bitcast(copy, FLOATS), at)
         for r, row in enumerate(rows):
             totals = sums[r :: len(rows)]
-            if has_pairs and len(blocks) == 1:
+            if has_dots(layout) and len(blocks) == 1:
                 builder.store(dot_of_row(builder, builder.load(totals[0]), row, k, step, weights[0]), totals[0])
                 continue
-            x = splat(builder, load(builder, row, builder.add(k, INT64(step)), INT32 if has_pairs else FLOAT), LANES)
+            x = splat(builder, load(builder, row, builder.add(k, INT64(step)), INT32 if is_paired else FLOAT), LANES)
             for values, total in zip(weights, totals, strict=True):
-                builder.store((dot if has_pairs else multiply_add)(builder, x, values, builder.load(total)), total)
+                builder.store((multiply if is_paired else multiply_add)(builder, x, values, builder.load(total)), total)
 
     whole = builder.and_(count, INT64(-UNROLLED))
     with cgutils.for_range_slice(builder, INT64(0), whole, INT64(UNROLLED), INT64) as (k, _):
@@ -233,7 +252,7 @@ def add_products(builder, layout: Layout, rows, blocks, count, sums, ahead, spre
         prefetch(builder, builder.gep(ahead, [passed]), CACHE_LINE if layout.is_widened else UNROLLED * step_bytes)
         for step in range(UNROLLED):
             add(k, step)
-    if not has_pairs:  # pairs are padded to whole groups
+    if not is_paired:  # pairs are padded to whole groups
         with cgutils.for_range_slice(builder, whole, count, INT64(1), INT64) as (k, _):
             add(k, 0)
 
@@ -248,6 +267,14 @@ def dot(builder, x, weights, sums):
     return builder.call(function, [sums, builder.bitcast(x, PAIRS), builder.bitcast(weights, PAIRS)])
 
 
+def multiply_words(builder, x, halves, sums):
+    """Returns sums + x's even words * the even ones + odd * odd, integers of 32 bits. halves: of the columns."""
+    kind = ir.FunctionType(ir.VectorType(INT32, LANES // 2), [SHORTS, SHORTS])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.pmadd.wd")
+    x = builder.bitcast(pick(builder, x, x, range(LANES // 2)), SHORTS)
+    return builder.add(sums, pick(builder, *(builder.call(function, [x, half]) for half in halves), range(LANES)))
+
+
 def dot_of_row(builder, sums, row, k, step: int, weights):
     """Returns `dot` of row[k + step], which the instruction itself reads. LLVM has no pattern for that, but a broadcast
     for a single vector of weights makes calls of 4 to 8 rows 6 % to 8 % longer with int8."""
@@ -256,14 +283,18 @@ def dot_of_row(builder, sums, row, k, step: int, weights):
     return builder.asm(kind, text, "=v,0,r,r,i,v", [sums, row, k, INT32(4 * step), weights], side_effect=False)
 
 
-def add_group(builder, layout: Layout, group, sums, x_sums, offsets, totals) -> None:
-    """Emits totals[r] += scale * sums[r] and then, for int4, += minimum * x_sums[offsets[r]]."""
+def add_group(builder, layout: Layout, group, sums, packed, offsets, totals) -> None:
+    """Emits totals[r] += scale * sums[r] and then, for int4, += minimum * the sum of row r's group."""
     scales = [scale(builder, layout, group, index) for index in range(layout.num_scales)]
     for of_group, offset, of_row in zip(sums, offsets, totals, strict=True):
-        total = multiply_add(builder, scales[0], builder.load(of_group), builder.load(of_row))
+        of_numbers = builder.load(of_group)
+        if has_words(layout):
+            x_scale = splat(builder, load(builder, packed, offset, FLOAT), LANES)
+            of_numbers = builder.fmul(builder.sitofp(of_numbers, VECTOR), x_scale)
+        total = multiply_add(builder, scales[0], of_numbers, builder.load(of_row))
         if len(scales) > 1:
-            x_sum = splat(builder, load(builder, x_sums, offset, FLOAT), LANES)
-            total = multiply_add(builder, scales[1], x_sum, total)
+            x_sum = load(builder, packed, builder.add(offset, INT64(num_singles(layout) - 1)), FLOAT)
+            total = multiply_add(builder, scales[1], splat(builder, x_sum, LANES), total)
         builder.store(total, of_row)
 
 
@@ -307,6 +338,20 @@ def pairs(builder, layout: Layout, block, pair, step: int = 0):
     return stored if layout.name == "bf16" else _look_up_pairs(builder, stored)
 
 
+def words(builder, layout: Layout, block, pair, step: int = 0):
+    """Returns the numbers of pair `pair + step` of the block's rows as words, the even row's first, by half block."""
+    pair = builder.add(pair, INT64(step))
+    address = builder.gep(block, [builder.mul(pair, INT64(2 * layout.row_bytes))])
+    even = read(builder, address, BYTE)
+    if layout.is_paired:
+        low, shift = (even.type([number] * LANES) for number in (15, 4))
+        even, odd = builder.and_(even, low), builder.lshr(even, shift)
+    else:
+        odd = read(builder, builder.gep(address, [INT64(layout.row_bytes)]), BYTE)
+    orders = ([lane + row for lane in range(i, i + LANES // 2) for row in (0, LANES)] for i in (0, LANES // 2))
+    return [builder.sext(pick(builder, even, odd, order), SHORTS) for order in orders]
+
+
 def join_pairs(builder, even, odd):
     """Joins two vectors of floats that are bfloat16 numbers."""
     even, odd = (builder.bitcast(values, INTEGERS) for values in (even, odd))
@@ -328,31 +373,18 @@ def _look_up_pairs(builder, stored):
 
 def scale(builder, layout: Layout, group, index: int):
     """Returns the group's scales (index 0) or minimums (1) as floats, [LANES]."""
-    return builder.fpext(read(builder, scale_address(builder, layout, group, index), HALF), VECTOR)
-
-
-def copy_scales(builder, layout: Layout, group, copy, index):
-    """Copies scales and minimums of a group to the widened copy of its block; returns the address of its numbers."""
-    wide = widened(layout)
-    copy = builder.gep(copy, [builder.mul(index, INT64(wide.unit_bytes))])
-    for number in range(layout.num_scales):
-        halves = read(builder, scale_address(builder, layout, group, number), HALF)
-        store(builder, halves, scale_address(builder, wide, copy, number), INT64(0))
-    return copy
-
-
-def scale_address(builder, layout: Layout, group, index: int):
-    return builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
+    address = builder.gep(group, [INT64(GROUP_SIZE * layout.row_bytes + index * LANES * 2)])
+    return builder.fpext(read(builder, address, HALF), VECTOR)
 
 
 def packed_pairs(builder, layout: Layout, packed, num_groups):
-    """Returns the address of packed rows, behind the sums of their groups, and their distance in pairs.
+    """Returns the address of packed rows, behind the single numbers of their groups, and their distance in pairs.
 
     A cache line between rows keeps rows of 4 KiB from competing for the same lines of the cache.
     """
-    sums = builder.mul(num_groups, INT64(TILE_ROWS * (layout.num_scales > 1)))
+    singles = builder.mul(num_groups, INT64(TILE_ROWS * num_singles(layout)))
     distance = builder.add(builder.mul(num_groups, INT64(PAIRS_OF_GROUP)), INT64(LANES))
-    return builder.gep(packed, [sums]), distance
+    return builder.gep(packed, [singles]), distance
 
 
 def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
@@ -371,11 +403,13 @@ def prepare_function(module: ir.Module, layout: Layout) -> ir.Function | None:
         own = builder.gep(target, [builder.mul(row, distance)])
         with cgutils.for_range_slice(builder, INT64(0), num_groups, INT64(1), INT64) as (group, _):
             halves = halves_of_group(builder, inputs, group, num_inputs)
-            if layout.num_scales > 1:
-                total = sum_of_group(builder, halves, is_rounded=has_dots(layout))
-                store(builder, total, packed, builder.add(builder.mul(row, num_groups), group))
-            if has_dots(layout):
-                store(builder, join(builder, *halves), own, builder.mul(group, INT64(PAIRS_OF_GROUP)))
+            at, first = builder.add(builder.mul(row, num_groups), group), builder.mul(group, INT64(PAIRS_OF_GROUP))
+            total = sum_of_group(builder, halves, is_rounded=has_dots(layout))
+            pair, x_scale = words_of_group(builder, halves, total) if has_words(layout) else (None, None)
+            for index, number in enumerate(([x_scale] * has_words(layout) + [total])[: num_singles(layout)]):
+                store(builder, number, packed, builder.add(builder.mul(at, INT64(num_singles(layout))), INT64(index)))
+            if has_pairs(layout):
+                store(builder, pair or join(builder, *halves), own, first)
     builder.ret_void()
     return function
 
@@ -389,7 +423,24 @@ def halves_of_group(builder, inputs, group, num_inputs):
 def sum_of_group(builder, halves, *, is_rounded: bool):
     """Adds the halves of a group, then those of the result, until one number is left. is_rounded: to bfloat16 first."""
     low, high = (round_to_bfloat16(builder, half) for half in halves) if is_rounded else halves
-    return add_halves(builder, builder.fadd(low, high))
+    return fold(builder, builder.fadd(low, high))
+
+
+def words_of_group(builder, halves, total):
+    """Returns a group's inputs as pairs of words, the even one in the low bits, and the scale [1] of the words.
+
+    The scale is NaN if their total [1] is not finite. A group of zeros times infinity gives NaN, whose low bits are 0.
+    """
+    inputs, kind = pick(builder, halves[0], halves[1], range(GROUP_SIZE)), ir.VectorType(INT32, GROUP_SIZE)
+    sizes = builder.and_(builder.bitcast(inputs, kind), kind([0x7FFFFFFF] * GROUP_SIZE))
+    sizes = builder.bitcast(sizes, inputs.type)
+    most = fold(builder, sizes, lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
+    ratio = builder.fdiv(most.type([MOST_WORD]), most)
+    scaled = builder.fmul(inputs, pick(builder, ratio, ratio, [0] * GROUP_SIZE))
+    rounded = builder.bitcast(builder.fadd(scaled, inputs.type([ROUNDER] * GROUP_SIZE)), kind)
+    even, odd = (pick(builder, rounded, rounded, range(first, GROUP_SIZE, 2)) for first in (0, 1))
+    pair = builder.or_(builder.and_(even, integers(0xFFFF)), builder.shl(odd, integers(16)))
+    return pair, builder.fadd(builder.fmul(most, most.type([1 / MOST_WORD])), builder.fmul(total, total.type([0.0])))
 
 
 def load_up_to(builder, inputs, k, num_inputs):
@@ -446,11 +497,11 @@ def new_function(module: ir.Module, name: str, kinds) -> tuple[ir.Function, ir.I
     return function, ir.IRBuilder(function.append_basic_block())
 
 
-def new_sums(builder, num_rows: int):
+def new_sums(builder, num_rows: int, kind: ir.VectorType = VECTOR):
     """Allocates num_rows vectors that start as 0."""
-    sums = [cgutils.alloca_once(builder, VECTOR) for _ in range(num_rows)]
+    sums = [cgutils.alloca_once(builder, kind) for _ in range(num_rows)]
     for total in sums:
-        builder.store(VECTOR([0.0] * LANES), total)
+        builder.store(kind(None), total)
     return sums
 
 

@@ -120,12 +120,11 @@ def clamp(builder, values, most):
     return values
 
 
-def add_halves(builder, sums):
-    """Returns the sum [1] of a vector, added in halves."""
-    while (half := sums.type.count // 2) > 0:
-        low, high = (pick(builder, sums, sums, range(first, first + half)) for first in (0, half))
-        sums = builder.fadd(low, high)
-    return sums
+def fold(builder, values, join=lambda builder, a, b: builder.fadd(a, b)):
+    """Joins a vector's halves, by default adds them, until one number [1] is left."""
+    while (half := values.type.count // 2) > 0:
+        values = join(builder, *(pick(builder, values, values, range(i, i + half)) for i in (0, half)))
+    return values
 
 
 def pick(builder, a, b, lanes):
