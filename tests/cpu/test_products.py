@@ -193,7 +193,7 @@ def test_both_parts_of_an_input_count():
         assert_right(matrix, x, matrix.times(rounded), error=2**-13)
 
 
-@pytest.mark.skipif(not vector_products.HAS_WORDS, reason="needs a CPU with AVX2 and without AVX512-BF16")
+@pytest.mark.skipif(not vector_products.HAS_WORDS, reason="needs a CPU with AVX2, without AVX-512")
 @pytest.mark.parametrize("weight_format", ["int8", "int4"])
 def test_words_are_of_a_groups_largest_input(weight_format: str):
     """Beside an input of 1e6 others of its group are lost, those of other groups are not; tiny ones are kept."""

@@ -8,8 +8,8 @@ tiles. Threads share a matrix's blocks of columns, without a barrier.
 
 A result's bits depend on its row and column alone, not on other rows, the range of blocks or the tile. A lane sums
 k = 0, 1, 2, ... by fused multiply-adds from +0; k = 1, 0, 3, 2, ... where pairs of bfloat16 are multiplied. For an
-integer format it sums a group that way, then adds scale * that sum to its total and, for int4, minimum * the sum of the
-group's inputs.
+integer format it sums a group that way, or its words exactly, then adds scale * that sum to its total and, for int4,
+minimum * the sum of the group's inputs.
 
 Products of bfloat16 read denormal numbers, and round denormal sums, as 0; others keep them. Infinities and NaN follow
 IEEE 754: an infinite input times a weight of 0 is NaN, and an input that bfloat16 cannot hold becomes infinite.
@@ -270,8 +270,8 @@ def multiply_blocks(
 def prepare_rows(_typing, code, prepared, x, x_stride, num_inputs, num_rows):
     """Writes to `prepared` what products of up to TILE_ROWS rows read beside x, or instead of it.
 
-    For int4 these are the sums of the rows' groups [num_rows, num_groups], each in one fixed order, and for units of
-    bfloat16 the rows, rounded or split into parts. Otherwise nothing is written.
+    For int4 these are the sums of the rows' groups [num_rows, num_groups], each in one fixed order; where pairs are
+    multiplied the rows, as bfloat16 in one part or two, or as words and their scales. Otherwise nothing is written.
     """
     code_value = code.literal_value
 

@@ -64,12 +64,12 @@ PAIRS_OF_GROUP = GROUP_SIZE // 2
 # dots, and their sums hide the latency of dots.
 DOT_BLOCKS = 2
 BLOCKS_KINDS = [FLOATS, INT64, FLOATS, INT64, BYTES, *[INT64] * 4, BIT, FLOATS, BYTES, BYTES, INT64, INT64]
-STRIP_BYTES = 1 << 17  # see products
-AHEAD_BYTES = 4096  # distance of prefetches from a read
+STRIP_BYTES, AHEAD_BYTES = 1 << 17, 4096  # see products; the distance of prefetches from a read
 binding.initialize_native_asmparser()
-HAS_DOTS = all(binding.get_host_cpu_features().get(name, False) for name in ("avx512bf16", "avx512bw"))
+_has = binding.get_host_cpu_features()
+HAS_DOTS = all(_has.get(name, False) for name in ("avx512bf16", "avx512bw"))
 DOT_FORMATS = ("bf16", "int8", "int4")  # whose numbers bfloat16 holds
-HAS_WORDS = not HAS_DOTS and bool(binding.get_host_cpu_features().get("avx2", False))
+HAS_WORDS = bool(_has.get("avx2", False)) and not _has.get("avx512f", False)
 USED = f"{', '.join(DOT_FORMATS)} weights by VDPBF16PS" if HAS_DOTS else "int8, int4 weights by VPMADDWD" * HAS_WORDS
 MOST_WORD, ROUNDER = 32767.0, 1.5 * 2**23  # a sum with it has the rounded integer in its low bits
 
@@ -116,8 +116,8 @@ def most_tile_rows(features: dict[str, bool], others: int = 0) -> int:
     return min(8, ((12 if has_16_registers else 20) - others) // registers_per_sum)
 
 
-TILE_ROWS = most_tile_rows(binding.get_host_cpu_features())
-FIRST_ROWS = most_tile_rows(binding.get_host_cpu_features(), others=4)  # of the tile that widens a strip
+TILE_ROWS = most_tile_rows(_has)
+FIRST_ROWS = most_tile_rows(_has, others=4)  # of the tile that widens a strip
 
 
 def blocks_function(module: ir.Module, layout: Layout) -> ir.Function:
