@@ -18,7 +18,7 @@ class Shares:
     def decide(self, sequences, num_prefilling=0):
         rates = []
         for each in sequences:
-            accepted, tested = each.server_acceptance
+            accepted, tested = each.stats.num_accepted, each.stats.num_tested
             rates.append((accepted + 1) / (tested + 2))  # 1/2 before the first draft
         total = sum(rates)
         return Decision([round(BUDGET * rate / total) for rate in rates])
