@@ -24,7 +24,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import EAGLE3, TWO_PARTS, ModelSpec, rotary_tables
 from faser_backend.cpu.kernels import attention
 from faser_backend.cpu.kernels.adapters import StoredAdapter, adapter_arguments
-from faser_backend.cpu.kernels.attention import space_size, tile_rows
+from faser_backend.cpu.kernels.attention import COLUMNS, space_size, tile_rows
 from faser_backend.cpu.kernels.compilation import Kernel
 from faser_backend.cpu.kernels.products import packed_size, scratch_size
 from faser_backend.cpu.kernels.segment import DENSE, EAGLE3_HEAD, EXPERTS, SHARED_ROWS, segment_kernel
@@ -267,6 +267,7 @@ class LlvmRunner:
             view_rows("packed", packed_size(self._most_inputs, num_rows)),
             self._strip(thread),
             view("space", space_size(spec.head_dim, spec.num_heads // spec.num_kv_heads)),
+            view("pool_rows", 2 * COLUMNS).view(np.int32),
         )
 
     def _view_of_rows(self, thread: int, num_rows: int) -> Callable[..., np.ndarray]:

@@ -22,7 +22,8 @@ from numpy.typing import DTypeLike
 
 from faser_backend.cpu.kernels import compilation
 from faser_backend.cpu.kernels.attention import PAIRS, POOL_DTYPES, attend_item, space_size, tile_rows, write_rows
-from faser_backend.cpu.kernels.compilation import Kernel, compile_kernel, f32, i64
+from faser_backend.cpu.kernels.attention_vectors import COLUMNS
+from faser_backend.cpu.kernels.compilation import Kernel, compile_kernel, f32, i32, i64
 from faser_backend.cpu.kernels.vector_products import HAS_DOTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,11 +33,11 @@ ROOT = Path(__file__).resolve().parents[2]
 def attention_kernel(head_dim: int, pool_dtype: str = "fp32", dots: int = 0) -> Kernel:
     """Returns a kernel for Python that writes keys and values, then computes items; halves are passed as uint16."""
     pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), compilation.source_stamp()
-    arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], f32[3], i64[2], f32[1])
+    arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], f32[3], i64[2], f32[1], i32[1])
     signature = numba.void(*arrays, numba.float32)
 
     def kernel(  # noqa: PLR0917 - kernels take their arguments by position
-        q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, items, space, scale
+        q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, items, space, pool_rows, scale
     ):  # fmt: skip
         _ = stamp
         for unit in range(context_lens.size * k.shape[1]):
@@ -48,7 +49,8 @@ def attention_kernel(head_dim: int, pool_dtype: str = "fp32", dots: int = 0) -> 
             b, kv_head, first, num_rows = items[i, 0], items[i, 1], items[i, 2], items[i, 3]
             position, blocks = context_lens[b] + first - cu_rows[b], block_table[b]
             attend_item(
-                dots, q, k_pool, v_pool, blocks, position, first, num_rows, 0, kv_head, attended, space, scale, head_dim
+                dots, q, k_pool, v_pool, blocks, position, first, num_rows, 0, kv_head, attended, space, pool_rows,
+                scale, head_dim,
             )  # fmt: skip
 
     return compile_kernel(kernel, signature)
@@ -85,7 +87,7 @@ class Call:
         pools = (pool.view(np.uint16) if has_halves else pool for pool in (self.k_pool, self.v_pool))
         packed = (self.q, self.k, self.v, *pools, self.block_table, self.cu_rows, self.context_lens)
         kernel = attention_kernel(self.q.shape[2], "fp16" if has_halves else "fp32", self.dots)
-        kernel(*packed, attended, items, space, self.scale)
+        kernel(*packed, attended, items, space, np.full(2 * COLUMNS, -1, np.int32), self.scale)
         return attended
 
     def expected(self) -> np.ndarray:

@@ -57,7 +57,7 @@ def product_and_scores(code: int):
     def kernel(y, x, packed, weights, offset, first, last, num_rows, adds, scratch, scores, candidates):
         _ = stamp
         if candidates.size:
-            score_columns(code, scores, x[0], weights, offset, candidates, scratch)
+            score_columns(code, scores, x[:1], weights, offset, candidates, scratch)
         else:
             pack(code, packed, x, 0, num_rows)
             multiply_rows(code, y, x, packed, weights, offset, first, last, num_rows, adds, scratch)

@@ -23,7 +23,7 @@ from faser_backend.cpu.kv_pool import aligned_zeros
 # Columns of a table of adapters: the rank, then for each layer and matrix the addresses of a and b; -1 without.
 RANK, FIRST_ADDRESS, NUM_ADAPTED = 0, 1, len(ADAPTED)
 MAX_RUN = 32  # rows, so that threads can share x @ a of a long prompt
-NO_ADAPTERS = (*[np.zeros((0, 3), np.int64)] * 3, np.zeros((3, 0), np.float32))
+NO_ADAPTERS = (*[np.zeros((0, 3), np.int64)] * 3, np.zeros((2, 0), np.float32))
 
 
 class StoredAdapter:
@@ -51,7 +51,7 @@ def adapter_arguments(rows: RowBatch, view: Callable[..., np.ndarray]) -> tuple[
         indices.setdefault(adapter, len(indices) - 1)
     table = np.stack([adapter.row for adapter in indices if adapter is not None])
     of_rows = np.repeat([indices[adapter] for adapter in rows.adapters], rows.rows_per_sequence)
-    lowered = view("lowered", 3, rows.num_rows * int(table[:, RANK].max()))
+    lowered = view("lowered", 2, rows.num_rows * int(table[:, RANK].max()))
     return adapter_runs(of_rows), adapter_runs(of_rows[rows.logit_rows]), table, lowered
 
 
@@ -68,34 +68,34 @@ def adapter_runs(adapters: np.ndarray) -> np.ndarray:
 
 
 @numba.njit(**WITHIN_KERNELS)
-def adapt(outputs, inputs, layer, matrix, runs, adapters, lowered, crew, file):
-    """Adds adapters to a thread's columns of outputs, the products of inputs with a matrix and the next ones.
+def adapt(output, inputs, layer, matrix, runs, adapters, lowered, crew, file):
+    """Adds adapters to a thread's columns of output, the product of inputs with a matrix.
 
-    The threads share x @ a by matrix, run and block of columns; between the two products is a barrier.
+    The threads share x @ a by run and block of columns; between the two products is a barrier, so while some threads
+    read one matrix's x @ a, others write at most the next one's.
     """
     (thread, num_threads, barrier, _), (weights, _, scratch) = crew, file
-    most_floats, item = lowered.shape[1] // inputs.shape[0], 0  # of a row
+    most_floats, item = lowered.shape[1] // inputs.shape[0], matrix  # of a row
+    at = FIRST_ADDRESS + 2 * (layer * NUM_ADAPTED + matrix)
     for is_second in range(2):
         for i in range(runs.shape[0]):
             first, last, adapter = runs[i, 0], runs[i, 1], adapters[runs[i, 2]]
             num_rows, rank = last - first, adapter[RANK]
-            for j in range(len(outputs)):
-                at = FIRST_ADDRESS + 2 * (layer * NUM_ADAPTED + matrix + j)
-                if adapter[at] < 0:
-                    continue
-                a, b = adapter[at] - weights.ctypes.data, adapter[at + 1] - weights.ctypes.data
-                low = lowered[j, first * most_floats : first * most_floats + num_rows * rank].reshape(num_rows, rank)
-                if is_second:
-                    out = outputs[j][first:last]
-                    start, stop = share_of(out.shape[1], thread, num_threads)
-                    multiply_rows(HALVES_CODE, out, low, scratch, weights, b, start, stop, num_rows, ADDS, scratch)
-                    continue
-                for block in range(-(-rank // LANES)):
-                    if item % num_threads == thread:
-                        multiply_rows(
-                            HALVES_CODE, low, inputs[first:last], scratch, weights, a, block, block + 1,
-                            num_rows, REPLACES, scratch,
-                        )  # fmt: skip
-                    item += 1
+            if adapter[at] < 0:
+                continue
+            a, b = adapter[at] - weights.ctypes.data, adapter[at + 1] - weights.ctypes.data
+            low = lowered[matrix % 2, first * most_floats :][: num_rows * rank].reshape(num_rows, rank)
+            if is_second:
+                begin, end = share_of(output.shape[1], thread, num_threads)
+                rows = output[first:last]
+                multiply_rows(HALVES_CODE, rows, low, scratch, weights, b, begin, end, num_rows, ADDS, scratch)
+                continue
+            for block in range(-(-rank // LANES)):
+                if item % num_threads == thread:
+                    multiply_rows(
+                        HALVES_CODE, low, inputs[first:last], scratch, weights, a, block, block + 1,
+                        num_rows, REPLACES, scratch,
+                    )  # fmt: skip
+                item += 1
         if not is_second:
             barrier_wait(barrier, num_threads)

@@ -19,7 +19,6 @@ beside it sees, with weight 0; this changes no number, because this call wrote t
 from __future__ import annotations
 
 import numba
-import numpy as np
 from llvmlite import binding
 from numba.misc.special import literally
 
@@ -43,7 +42,7 @@ POOL_DTYPES = {"fp32": numba.float32, "fp16": numba.uint16}  # by the manifest's
 
 def space_size(head_dim: int, heads_per_kv: int) -> int:
     """Returns the floats of a thread's `space`."""
-    return max(TILE_PAIRS, heads_per_kv) * (2 * head_dim + 4) + (2 * head_dim + PAIRS + 2) * COLUMNS
+    return max(TILE_PAIRS, heads_per_kv) * (2 * head_dim + 4) + (2 * head_dim + PAIRS) * COLUMNS
 
 
 def tile_rows(heads_per_kv: int) -> int:
@@ -64,7 +63,8 @@ def kernel_directory() -> str:
 
 @inlined
 def attend_item(
-    dots, q, k_pool, v_pool, blocks, position, first_row, num_rows, least, kv_head, attended, space, scale, head_dim
+    dots, q, k_pool, v_pool, blocks, position, first_row, num_rows, least, kv_head, attended, space, pool_rows, scale,
+    head_dim,
 ):  # fmt: skip
     """Computes one KV head's part of attended for num_rows rows of a sequence, the first at this position.
 
@@ -72,13 +72,13 @@ def attend_item(
 
     It is inlined into kernels, where dots and head_dim are constants. q, attended [T, H, head_dim], q rotated; query
     head h belongs to KV head h // (H // Hkv). Pools [Hkv, NB, block, head_dim] hold the rows' own keys and values.
-    blocks [MB] int64. space [space_size(head_dim, H // Hkv)] is the calling thread's. Nothing is checked: indices that
-    do not fit access foreign memory.
+    blocks [MB] int64. space [space_size(head_dim, H // Hkv)] and pool_rows [2 * COLUMNS] int32 are the calling
+    thread's. Nothing is checked: indices that do not fit access foreign memory.
     """
     dots = literally(dots)
     heads_per_kv = q.shape[1] // k_pool.shape[0]
     num_pairs = num_rows * heads_per_kv
-    keys, values, weights, pool_rows, queries, mixed, state = parts_of(space, num_pairs, head_dim)
+    keys, values, weights, queries, mixed, state = parts_of(space, num_pairs, head_dim)
     k_rows, v_rows = k_pool[kv_head].reshape(-1, head_dim), v_pool[kv_head].reshape(-1, head_dim)
     half = head_dim // 2
     for pair in range(num_pairs):
@@ -117,21 +117,19 @@ def attend_item(
 
 @spliced
 def parts_of(space, num_pairs, head_dim):
-    """Returns the parts of a thread's space: keys, values, weights, pool_rows, queries, mixed and state.
+    """Returns the parts of a thread's space: keys, values, weights, queries, mixed and state.
 
     Vectors come first, so that they do not cross cache lines.
     """
     values = head_dim * COLUMNS
     weights = 2 * values
-    pool_rows = weights + PAIRS * COLUMNS
-    queries = pool_rows + 2 * COLUMNS
+    queries = weights + PAIRS * COLUMNS
     mixed = queries + num_pairs * head_dim
     state = mixed + num_pairs * head_dim
     return (
         space[:values].reshape(head_dim, COLUMNS),
         space[values:weights].reshape(COLUMNS, head_dim),
-        space[weights:pool_rows].reshape(PAIRS, COLUMNS),
-        space[pool_rows:queries].view(np.int32),
+        space[weights:queries].reshape(PAIRS, COLUMNS),
         space[queries:mixed].reshape(num_pairs, head_dim),
         space[mixed:state].reshape(num_pairs, head_dim),
         space[state : state + 4 * num_pairs].reshape(num_pairs, 4),

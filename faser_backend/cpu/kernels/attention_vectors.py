@@ -10,7 +10,6 @@ through its terms one by one, so its bits do not depend on the pairs that are co
 from __future__ import annotations
 
 from functools import reduce
-from operator import add
 
 import numba
 from llvmlite import binding, ir
@@ -27,12 +26,12 @@ from faser_backend.cpu.kernels.vectors import (
     LANES,
     VECTOR,
     fold,
+    getters,
     load,
     multiply_add,
     pick,
     power_of_2,
     prefetch_line,
-    row_address,
     splat,
     store,
 )
@@ -56,15 +55,15 @@ def transpose_keys(_typing, dots, keys, k_rows, v_rows, pool_rows, num_columns, 
 
     def emit(context, builder, signature, arguments):
         num_columns, head_dim = arguments[5:]
-        pool_rows = row_address(context, builder, signature, arguments, 4)
+        keys, k_rows, v_rows, pool_rows = getters(context, builder, signature, arguments, 4, first=1)
         by_halves = BY_NUMBER[:LANES], BY_NUMBER[LANES:]
         length = builder.lshr(head_dim, INT64(dots.literal_value))
         vectors_end = builder.and_(length, INT64(-LANES))
         with cgutils.for_range_slice(builder, INT64(0), num_columns, INT64(LANES), INT64) as (column, _):
             columns = [builder.add(column, INT64(i)) for i in range(LANES)]
-            rows = [row_in_pool(context, builder, signature, arguments, 2, pool_rows, t) for t in columns]
-            later = [(pool, builder.add(t, INT64(COLUMNS))) for t in columns for pool in (2, 3)]
-            next_rows = [row_in_pool(context, builder, signature, arguments, pool, pool_rows, t) for pool, t in later]
+            rows = [k_rows(pool_row(builder, pool_rows, t)) for t in columns]
+            later = [pool_row(builder, pool_rows, builder.add(t, INT64(COLUMNS))) for t in columns]
+            next_rows = [pool(row) for row in later for pool in (k_rows, v_rows)]
             with cgutils.for_range_slice(builder, INT64(0), head_dim, INT64(2 * LANES), INT64) as (d, _):
                 for row in next_rows:
                     prefetch_line(builder, builder.bitcast(builder.gep(row, [d]), BYTES))
@@ -76,13 +75,12 @@ def transpose_keys(_typing, dots, keys, k_rows, v_rows, pool_rows, num_columns, 
                     halves = zip(square[: LANES // 2], square[LANES // 2 :], strict=True)
                     square = [pick(builder, a, b, lanes) for a, b in halves for lanes in by_halves]
                 for i, values in enumerate(square):
-                    row = row_address(context, builder, signature, arguments, 1, builder.add(d, INT64(i)))
-                    store(builder, values, row, column)
+                    store(builder, values, keys(builder.add(d, INT64(i))), column)
             with cgutils.for_range_slice(builder, vectors_end, length, INT64(1), INT64) as (d, _):
                 values = VECTOR(ir.Undefined)
                 for i, row in enumerate(rows):
                     values = builder.insert_element(values, load_wide(builder, row, d, FLOAT), INT32(i))
-                store(builder, values, row_address(context, builder, signature, arguments, 1, d), column)
+                store(builder, values, keys(d), column)
         return context.get_dummy_value()
 
     return numba.void(dots, keys, k_rows, v_rows, pool_rows, numba.intp, numba.intp), emit
@@ -93,7 +91,7 @@ def join_rows(_typing, dots, target, low, high, width):
     """Rounds two rows to bfloat16 and writes the pairs of their numbers; target may be `low`. Nothing without dots."""
 
     def emit(context, builder, signature, arguments):
-        target, *rows = (row_in_pool(context, builder, signature, arguments, i) for i in (1, 2, 3))
+        target, *rows = (of() for of in getters(context, builder, signature, arguments, 3, first=1))
         if not dots.literal_value:
             return context.get_dummy_value()
         with cgutils.for_range_slice(builder, INT64(0), arguments[4], INT64(LANES), INT64) as (d, _):
@@ -123,15 +121,19 @@ def attend_pairs(
         column, num_columns, num_pairs, head_dim = arguments[9:]
         column, num_products = builder.sitofp(column, FLOAT), builder.lshr(head_dim, INT64(has_dots))
         num_terms = builder.lshr(builder.add(num_columns, INT64(has_dots)), INT64(has_dots))
-        pool_rows = row_address(context, builder, signature, arguments, 8)
+        mixed, weights, state, queries, keys, values, v_rows, pool_rows = getters(
+            context, builder, signature, arguments, 8, first=1
+        )
         offsets = [INT64(LANES * v) for v in range(VECTORS)]
+
+        def first_rows(array, pairs):
+            return [array(INT64(pair)) for pair in range(pairs)]
 
         def score(queries, first, vectors):
             """Returns the scores of `vectors` vectors of columns, of each pair."""
 
             def keys_of(d):
-                row = row_address(context, builder, signature, arguments, 5, d)
-                return [load(builder, row, at, VECTOR) for at in offsets[first : first + vectors]]
+                return [load(builder, keys(d), at, VECTOR) for at in offsets[first : first + vectors]]
 
             zeros = [[VECTOR([0.0] * LANES)] * vectors for _ in queries]
             return add_products(builder, has_dots, zeros, queries, num_products, keys_of)
@@ -144,32 +146,34 @@ def attend_pairs(
             starts = [[builder.fmul(load(builder, row, at, kind), factor) for at in offsets] for row, factor in both]
 
             def values_of(t):
-                source = (6, None, t) if has_dots else (7, pool_rows, t)
-                row = row_in_pool(context, builder, signature, arguments, *source)
+                row = values(t) if has_dots else v_rows(pool_row(builder, pool_rows, t))
                 return [load_wide(builder, row, at, kind) for at in offsets]
 
             sums = add_products(builder, has_dots, starts, weights, num_terms, values_of)
             store_all(builder, sums, targets, offsets)
 
         for pairs in range(1, PAIRS + 1):
-            rows = [INT64(row) for row in range(pairs)]
+            at_once = VECTORS if HAS_MANY_REGISTERS else max(VECTORS // pairs, 1)
+            with builder.if_then(builder.icmp_signed("==", num_pairs, INT64(pairs))):
+                for first in range(0, VECTORS, at_once):
+                    scores = score(first_rows(queries, pairs), first, at_once)
+                    store_all(builder, scores, first_rows(weights, pairs), offsets[first:])
+        with cgutils.for_range_slice(builder, INT64(0), num_pairs, INT64(1), INT64) as (pair, _):
+            scores = [load(builder, weights(pair), at, VECTOR) for at in offsets]
+            found = weights_of(builder, scores, state(pair), column)
+            if has_dots:
+                found = [join(builder, *found[v : v + 2]) for v in range(0, VECTORS, 2)]
+            store_all(builder, [found], [weights(pair)], offsets)
+        for pairs in range(1, PAIRS + 1):
             at_once = VECTORS if HAS_MANY_REGISTERS else max(VECTORS // pairs, 1)
             steps = ((VECTOR, at_once, at_once * LANES), (VECTOR, 1, LANES), (FLOAT, 1, 1))[: 3 - has_dots]
             with builder.if_then(builder.icmp_signed("==", num_pairs, INT64(pairs))):
-                targets, weights, states, queries = (
-                    [row_address(context, builder, signature, arguments, i, row) for row in rows] for i in (1, 2, 3, 4)
-                )
-                parts = [score(queries, first, at_once) for first in range(0, VECTORS, at_once)]
-                scores = [reduce(add, of_pair) for of_pair in zip(*parts, strict=True)]
-                found = [weights_of(builder, *of_pair, column) for of_pair in zip(scores, states, strict=True)]
-                if has_dots:
-                    found = [[join(builder, *of[v : v + 2]) for v in range(0, VECTORS, 2)] for of in found]
-                store_all(builder, found, weights, offsets)
+                targets, rows, states = (first_rows(array, pairs) for array in (mixed, weights, state))
                 start = INT64(0)
                 for kind, vectors, step in steps:
                     stop = builder.and_(head_dim, INT64(-step))
                     with cgutils.for_range_slice(builder, start, stop, INT64(step), INT64) as (d, _):
-                        mix(targets, weights, states, d, kind, vectors)
+                        mix(targets, rows, states, d, kind, vectors)
                     start = stop
         return context.get_dummy_value()
 
@@ -204,12 +208,8 @@ def weights_of(builder, scores, state, column):
     return weights
 
 
-def row_in_pool(context, builder, signature, arguments, argument, pool_rows=None, t=None):
-    """Returns the address of row pool_rows[t], or t, of an array; halves are told by the address's type."""
-    row = t if pool_rows is None else builder.sext(load(builder, pool_rows, t, INT32), INT64)
-    address = row_address(context, builder, signature, arguments, argument, row)
-    is_half = signature.args[argument].dtype == numba.uint16
-    return builder.bitcast(address, HALF.as_pointer()) if is_half else address
+def pool_row(builder, pool_rows, t):
+    return builder.sext(load(builder, pool_rows(), t, INT32), INT64)
 
 
 def load_wide(builder, row, offset, kind):

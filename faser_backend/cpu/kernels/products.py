@@ -42,28 +42,29 @@ STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
 # Typed, so that `multiply` is compiled for all such values at once and not for each of them.
 NO_BIAS, REPLACES, ADDS = np.int64(-1), np.bool_(False), np.bool_(True)
 FLOAT_BYTES = 4
-# By code. Tiles: rows of x that pass over a matrix together. Strips: bytes of weights that stay in the second-level
-# cache while many rows pass over them. Group floats: what a row's group takes when it is packed.
+# By code; in arrays, as numba would compile a function to index each tuple. Tiles: rows of x that pass over a matrix
+# together. Strips: bytes of weights that stay in the second-level cache while many rows pass over them. Group floats:
+# what a row's group takes when it is packed.
 _LAYOUTS = (
     *(replace(each, num_parts=len(COMPUTES) - index) for index in range(len(COMPUTES)) for each in LAYOUTS.values()),
     HALVES,
 )
 HALVES_CODE = len(_LAYOUTS) - 1
 _VECTOR_CODE = tuple(matrix_units if matrix_units.takes(layout) else vector_products for layout in _LAYOUTS)
-UNIT_ROWS, UNIT_BYTES = (tuple(getattr(each, name) for each in _LAYOUTS) for name in ("unit_rows", "unit_bytes"))
-TILE_ROWS, STRIP_BYTES = (tuple(getattr(of, name) for of in _VECTOR_CODE) for name in ("TILE_ROWS", "STRIP_BYTES"))
-GROUP_FLOATS = tuple(of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True))
+UNIT_ROWS, UNIT_BYTES = (np.array([getattr(each, name) for each in _LAYOUTS]) for name in ("unit_rows", "unit_bytes"))
+TILE_ROWS, STRIP_BYTES = (np.array([getattr(of, name) for of in _VECTOR_CODE]) for name in ("TILE_ROWS", "STRIP_BYTES"))
+GROUP_FLOATS = np.array([of.group_floats(layout) for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True)])
 # By code, the bytes of a unit in a strip; see vector_products.widened.
-_CACHED_BYTES = tuple(
+_CACHED_BYTES = np.array([
     (vector_products.widened(layout) if of is vector_products else layout).unit_bytes
     for of, layout in zip(_VECTOR_CODE, _LAYOUTS, strict=True)
-)
+])  # fmt: skip
 # By code, floats between packed rows. Without, any number of rows makes a tile, so that tiles are alike.
-PADDING = tuple(LANES * (floats > 1) for floats in GROUP_FLOATS)
+PADDING = LANES * (GROUP_FLOATS > 1)
 # Codes whose products VDPBF16PS computes; attention then multiplies so too.
 DOT_CODES = [i for i, of in enumerate(_VECTOR_CODE) if of is vector_products and vector_products.has_dots(_LAYOUTS[i])]
 # Blocks of a strip that are multiplied at once; matrix units hold the sums of two, too.
-SIDE_BY_SIDE = tuple(DOT_BLOCKS if of is matrix_units or i in DOT_CODES else 1 for i, of in enumerate(_VECTOR_CODE))
+SIDE_BY_SIDE = np.where([of is matrix_units or i in DOT_CODES for i, of in enumerate(_VECTOR_CODE)], DOT_BLOCKS, 1)
 i64 = types.int64
 
 
@@ -191,24 +192,21 @@ def read_column(code, out, weights, offset, column):
 
 
 @numba.njit(forceinline=True, **WITHIN_KERNELS)
-def score_columns(code, scores, x_row, weights, offset, candidates, scratch):
-    """Computes scores[c] = x_row @ W[:, candidates[c]], with the bits of multiply_rows."""
+def score_columns(code, scores, row, weights, offset, candidates, scratch):
+    """Computes scores[c] = row [1, num_inputs] @ W[:, candidates[c]], with the bits of multiply_rows."""
     code = literally(code)
-    num_inputs = x_row.size
-    block_bytes = -(-num_inputs // UNIT_ROWS[code]) * UNIT_BYTES[code]
-    stored, inputs = weights.ctypes.data + offset, x_row.ctypes.data
-    products, packed = scratch.ctypes.data, scratch[scratch.size - tile_floats(code, num_inputs) :].ctypes.data
-    prepare_rows(code, packed, inputs, num_inputs, num_inputs, 1)  # pyright: ignore[reportCallIssue]
+    block_bytes = -(-row.shape[1] // UNIT_ROWS[code]) * UNIT_BYTES[code]
+    products, packed = scratch[:LANES].reshape(1, LANES), scratch[scratch.size - tile_floats(code, row.shape[1]) :]
+    first, last = np.int64(0), np.int64(1)  # typed, as NO_BIAS is
+    pack(code, packed, row, first, last)
     held = -1  # the block whose products `scratch` holds
     for c in range(candidates.shape[0]):
         block, lane = candidates[c] // LANES, candidates[c] % LANES
         if block != held:
-            multiply_blocks(  # pyright: ignore[reportCallIssue]
-                code, products, LANES, inputs, num_inputs, stored + block * block_bytes, num_inputs, LANES, 1, 1,
-                False, packed, products + LANES * FLOAT_BYTES, stored + block * block_bytes, 0, 0,
-            )  # fmt: skip
+            start = offset + block * block_bytes
+            multiply_rows(code, products, row, packed, weights, start, first, last, last, REPLACES, scratch)
             held = block
-        scores[c] = scratch[lane]
+        scores[c] = products[0, lane]
 
 
 @cache

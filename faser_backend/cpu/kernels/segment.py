@@ -14,11 +14,12 @@ from __future__ import annotations
 from functools import cache
 
 import numba
+import numpy as np
 from numba.misc.special import literally
 
 from faser_backend.cpu.kernels.adapters import adapt
 from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_item, write_rows
-from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i64, source_stamp
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i32, i64, source_stamp
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
 from faser_backend.cpu.kernels.layouts import LANES
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS, has_matrix_units
@@ -42,7 +43,7 @@ from faser_backend.cpu.kernels.threads import barrier_wait, take_item
 from faser_backend.cpu.kernels.vectors import copy_row
 
 # Indices of a layer's matrices and vectors in the kernel's tables of offsets; the offset of a missing vector is -1.
-Q, K, V, ATTENTION_OUT, GATE, UP, DOWN = range(7)  # with experts, those of experts.py from GATE on
+Q, K, V, ATTENTION_OUT, GATE, UP, DOWN = np.arange(7)  # typed, see NO_BIAS; with experts, those of experts.py from GATE
 INPUT_NORM, MLP_NORM, Q_BIAS, K_BIAS, V_BIAS, ATTENTION_OUT_BIAS, GATE_BIAS, UP_BIAS, DOWN_BIAS = range(9)
 Q_NORM, K_NORM, HIDDEN_NORM = 9, 10, 11
 FEATURE = 12  # not a vector: the index among `features` that stores the layer's input, or -1
@@ -84,7 +85,7 @@ def segment_kernel(
         i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
         f32[2], f32[2], f32[2],  # hidden, logits, exit_scores
         f32[3], f32[3], f32[3], f32[3], f32[3], f32[2], f32[2], f32[2],  # features .. gathered
-        f32[2], f32[1], f32[1], f32[1], EXTRAS[kind],  # normed, packed, strip, space, extras
+        f32[2], f32[1], f32[1], f32[1], i32[1], EXTRAS[kind],  # normed .. extras
         numba.types.Array(POOL_DTYPES[pool_dtype], 6, "C"),  # storage
         STORED, STORED, STORED, i64[2], i64[1],  # weights .. end_matrices
         f32[1], i64[2], f32[1],  # vectors, vector_offsets, last_norm
@@ -117,8 +118,9 @@ def segment_kernel(
         gathered,  # [R, H * head_dim]
         normed,  # [T, D]; shared by the threads if T > SHARED_ROWS
         packed,  # [products.packed_size(most inputs, T)], shared as `normed` is
-        strip,  # [products.scratch_size(most inputs)]: here and in `space`, work space of this thread
+        strip,  # [products.scratch_size(most inputs)]: from here to `pool_rows`, work space of this thread
         space,  # [attention.space_size(head_dim, heads of a KV head)]
+        pool_rows,  # [2 * attention_vectors.COLUMNS]
         extras,  # see EXTRAS
         storage,  # [num_layers, 2, Hkv, NB, block, head_dim]: the pool
         weights,  # the weight file
@@ -136,7 +138,7 @@ def segment_kernel(
         runs,  # see adapters.adapter_runs; from here to `lowered`, empty if no row has an adapter
         logit_runs,  # the same of the logit rows
         adapters,  # [A, columns], see adapters.RANK
-        lowered,  # [3, T * largest rank]: work space that threads share
+        lowered,  # [2, T * largest rank]: work space that threads share
         eps,
         scale,
         has_scores,
@@ -162,12 +164,13 @@ def segment_kernel(
             else:
                 prepare(code, packed, normed, hidden, vectors[at[INPUT_NORM] :], eps, num_rows, crew)
             tables = own, at, layer, runs, adapters, lowered
-            project(code, (queries, keys, values), inputs, packed, Q, REPLACES, num_rows, tables, crew, file)
+            for out, matrix in ((queries, Q), (keys, K), (values, V)):
+                project(code, out, inputs, packed, matrix, REPLACES, num_rows, tables, crew, file)
             barrier_wait(barrier, num_threads)
             batch, rope = (block_table, cu_rows, context_lens), (positions, cos, sin, vectors, at, eps)
             attend(
-                dots, q, k, v, (storage[layer, 0], storage[layer, 1]), batch, rope, attended, items, space, scale,
-                not is_last or logit_rows.size > 0, sizes[SEES_ALL], crew, head_dim,
+                dots, q, k, v, (storage[layer, 0], storage[layer, 1]), batch, rope, attended, items, (space, pool_rows),
+                scale, not is_last or logit_rows.size > 0, sizes[SEES_ALL], crew, head_dim,
             )  # fmt: skip
             barrier_wait(barrier, num_threads)
             if is_last:  # from here on only the logit rows matter
@@ -177,7 +180,7 @@ def segment_kernel(
                 gather(gathered, mixed, hidden, logit_rows, crew)
                 mixed, tables = gathered, (own, at, layer, logit_runs, adapters, lowered)
             pack_share(code, packed, mixed, num_rows, crew)
-            project(code, (hidden,), mixed, packed, ATTENTION_OUT, ADDS, num_rows, tables, crew, file)
+            project(code, hidden, mixed, packed, ATTENTION_OUT, ADDS, num_rows, tables, crew, file)
             barrier_wait(barrier, num_threads)
             prepare(code, packed, normed, hidden, vectors[at[MLP_NORM] :], eps, num_rows, crew)
             if has_experts:
@@ -232,7 +235,7 @@ def score_rows(code, scores, normed, offset, candidates, crew, file):
     code = literally(code)
     (thread, num_threads, _, _), (weights, _, strip) = crew, file
     for row in range(thread, normed.shape[0], num_threads):
-        score_columns(code, scores[row], normed[row], weights, offset, candidates[row], strip)
+        score_columns(code, scores[row], normed[row : row + 1], weights, offset, candidates[row], strip)
 
 
 @inlined
@@ -277,16 +280,14 @@ def prepare_both(code, packed, inputs, embedded, hidden, vectors, at, eps, num_r
 
 
 @numba.njit(**WITHIN_KERNELS)
-def project(code, outputs, inputs, packed, matrix, adds, num_rows, tables, crew, file):
-    """Computes a thread's columns of outputs = (or +=) packed inputs @ matrix and the next ones, biases and adapters
-    included. tables: the layer's offsets of matrices and vectors, its index, and what `adapt` needs."""
+def project(code, output, inputs, packed, matrix, adds, num_rows, tables, crew, file):
+    """Computes a thread's columns of output = (or +=) packed inputs @ matrix, bias and adapters included. tables: the
+    layer's offsets of matrices and vectors, its index, and what `adapt` needs."""
     code = literally(code)
     own, at, layer, runs, adapters, lowered = tables
-    for j in range(len(outputs)):
-        bias = at[matrix + j + Q_BIAS - Q]
-        multiply(code, outputs[j], inputs, packed, own[matrix + j], bias, adds, num_rows, crew, file)
+    multiply(code, output, inputs, packed, own[matrix], at[matrix + Q_BIAS - Q], adds, num_rows, crew, file)
     if runs.shape[0]:
-        adapt(outputs, inputs, layer, matrix, runs, adapters, lowered, crew, file)
+        adapt(output, inputs, layer, matrix, runs, adapters, lowered, crew, file)
 
 
 @numba.njit(**WITHIN_KERNELS)
@@ -294,19 +295,20 @@ def feed_forward(code, hidden, gate, up, normed, packed, num_rows, tables, crew,
     """Computes a thread's part of hidden += down(silu(gate(x)) * up(x)), x the prepared rows; ends at a barrier."""
     code = literally(code)
     thread, num_threads, barrier, _ = crew
-    project(code, (gate, up), normed, packed, GATE, REPLACES, num_rows, tables, crew, file)
+    for out, matrix in ((gate, GATE), (up, UP)):
+        project(code, out, normed, packed, matrix, REPLACES, num_rows, tables, crew, file)
     first, last = share_of(gate.shape[1], thread, num_threads)
     columns = slice(first * LANES, min(last * LANES, gate.shape[1]))
     for row in range(num_rows):
         gated_silu(gate[row, columns], up[row, columns])
     barrier_wait(barrier, num_threads)
     pack_share(code, packed, gate, num_rows, crew)
-    project(code, (hidden,), gate, packed, DOWN, ADDS, num_rows, tables, crew, file)
+    project(code, hidden, gate, packed, DOWN, ADDS, num_rows, tables, crew, file)
     barrier_wait(barrier, num_threads)
 
 
 @inlined
-def attend(dots, q, k, v, pools, batch, rope, attended, items, space, scale, attends, sees_all, crew, head_dim):
+def attend(dots, q, k, v, pools, batch, rope, attended, items, work, scale, attends, sees_all, crew, head_dim):
     """Rotates queries and keys, writes keys and values to the pool and, if `attends`, computes `attended`.
 
     sees_all: 1 if a row also sees the rows of its sequence that are behind it, else 0.
@@ -330,7 +332,7 @@ def attend(dots, q, k, v, pools, batch, rope, attended, items, space, scale, att
             least = sees_all * (context_lens[sequence] + cu_rows[sequence + 1] - cu_rows[sequence])
             attend_item(
                 dots, q, pools[0], pools[1], block_table[sequence], position, first, num_rows, least, kv_head, attended,
-                space, scale, head_dim,
+                work[0], work[1], scale, head_dim,
             )  # fmt: skip
         i = take_item(barrier)
 

@@ -29,11 +29,8 @@ def copy_row(_typing, target, source, head_dim):
     """
 
     def emit(context, builder, signature, arguments):
-        target, source, head_dim = (
-            row_address(context, builder, signature, arguments, 0),
-            row_address(context, builder, signature, arguments, 1),
-            arguments[2],
-        )
+        target, source = (of() for of in getters(context, builder, signature, arguments, 2))
+        head_dim = arguments[2]
         to, of = (HALF if row.dtype == numba.uint16 else FLOAT for row in signature.args[:2])
 
         def copy(d, num_lanes):
@@ -98,13 +95,17 @@ def prefetch_line(builder, address):
     builder.call(ask, [address, to_read, to_nearest_cache, of_data])
 
 
-def row_address(context, builder, signature, arguments, argument, row=None):
-    """Returns the address of the argument's first value, or of the first value of a row."""
-    array = context.make_array(signature.args[argument])(context, builder, arguments[argument])
-    if row is None:
-        return array.data
-    row_length = cgutils.unpack_tuple(builder, array.shape)[-1]
-    return builder.gep(array.data, [builder.mul(row, row_length)])
+def getters(context, builder, signature, arguments, count, first=0):
+    """Returns for `count` arguments, arrays, functions from a row's index, None for row 0, to its address, whose type
+    tells halves."""
+
+    def getter(kind, argument):
+        array = context.make_array(kind)(context, builder, argument)
+        length = cgutils.unpack_tuple(builder, array.shape)[-1]
+        start = builder.bitcast(array.data, HALF.as_pointer()) if kind.dtype == numba.uint16 else array.data
+        return lambda row=None: start if row is None else builder.gep(start, [builder.mul(row, length)])
+
+    return map(getter, signature.args[first : first + count], arguments[first : first + count])
 
 
 def multiply_add(builder, a, b, c):
