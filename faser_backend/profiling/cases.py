@@ -19,9 +19,7 @@ MIN_CASES = 36  # of a model
 MAX_CALL_ROWS = 256  # a prompt chunk, whose costs are linear beyond, or 32 verifications of 7 drafted tokens
 MIN_SHARE = 0.1  # of the full effort
 MIN_CONTEXT = 64
-# A call's tokens of context. Costs are linear beyond; more would take most of a profile's time and tell least about
-# the short contexts of most requests.
-MAX_CALL_TOKENS = 16_384
+MAX_CALL_TOKENS = 16_384  # of context; costs are linear beyond, and more would take most of a profile's time
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +31,7 @@ class Effort:
     case_share: float  # of all cases
     num_requests: int  # of the calibration
     num_steps: int  # of each kind, in each visit of StepMeter
+    loads: tuple[int, ...] = (1, 8, 32)  # sequences in those steps
 
     def scaled(self, share: float) -> Effort:
         """Returns this share of everything, but not less than the fits need."""
@@ -45,9 +44,9 @@ class Effort:
         )
 
 
-def share_within(seconds: float, budget_s: float | None) -> float:
-    """Returns the share of work of `seconds` that fits a budget, in [MIN_SHARE, 1]. None: all of it."""
-    return 1.0 if budget_s is None else min(max(budget_s / max(seconds, 1e-9), MIN_SHARE), 1.0)
+def share_within(seconds: float, budget_s: float) -> float:
+    """Returns the share of work of `seconds` that fits a budget, in [MIN_SHARE, 1]."""
+    return min(max(budget_s / max(seconds, 1e-9), MIN_SHARE), 1.0)
 
 
 FULL = Effort(120.0, 25, case_share=1.0, num_requests=128, num_steps=8)

@@ -194,7 +194,7 @@ class Bench:
     def measure(self, share: Share, budget_s: float) -> list[Sampled]:
         """Measures the model's cases for about budget_s seconds or max_sweeps sweeps, at least 3.
 
-        Most cases that are too slow for the budget are left out.
+        Large cases are left out, and not even tried, where smaller ones use up the budget.
         """
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
             runner = on_share.submit(self._open, share.model, share.part, opened, share.model == DRAFT).result()
@@ -217,23 +217,21 @@ class Bench:
         self, model: str, runner: TimedRunner, before: Work, group: list[Case], budget_s: float
     ) -> list[Sampled]:
         num_calls = DRAFT_RUN if model == DRAFT else 1
-        calls = self._calls(model, runner, group)
+        calls = self._calls(model, runner, sorted(group, key=lambda case: (case.num_rows, case.num_tokens)))
         num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
-        deadline = time.perf_counter() + budget_s
-        for _ in range(2):  # the first call allocates the shape's buffers; on a GPU the second captures its graph
-            for _, batch in calls:
-                runner.time(batch, num_first)
-        warm = np.array([runner.time(batch, num_first).sum() for _, batch in calls])
-        cheap_first = warm.argsort()
-        sample_us = warm * num_calls + (np.maximum(warm, TARGET_WARM_US) if model == TARGET else 0.0)
-        is_affordable = np.cumsum(sample_us[cheap_first]) * 3 <= budget_s * 1e6
-        is_affordable[:MIN_GROUP_CASES] = True
-        kept = cheap_first[is_affordable]
-        samples: dict[int, list[np.ndarray]] = {int(index): [] for index in kept}
+        deadline, spent_us = time.perf_counter() + budget_s, 0.0
+        for num_timed, (_, batch) in enumerate(calls):
+            if num_timed >= MIN_GROUP_CASES and spent_us > budget_s * 1e6:
+                calls = calls[:num_timed]
+                break
+            # The first call allocates the shape's buffers; on a GPU the second captures its graph.
+            warm_us = [runner.time(batch, num_first).sum() for _ in range(3)][-1]
+            spent_us += 3 * (warm_us * num_calls + (max(warm_us, TARGET_WARM_US) if model == TARGET else 0.0))
+        samples: list[list[np.ndarray]] = [[] for _ in calls]
         for sweep in range(self._max_sweeps):
             if sweep >= 3 and time.perf_counter() > deadline:
                 break
-            for index in self._rng.permutation(kept):
+            for index in self._rng.permutation(len(calls)):
                 case, batch = calls[index]
                 if model == TARGET:
                     runner.warm_up(batch, TARGET_WARM_US)
@@ -241,8 +239,8 @@ class Bench:
                     before()
                 if model == DRAFT and runner.loop is None:
                     runner.time(batch, 1)  # profile.py measures a first call's extra time
-                samples[int(index)].append(runner.time(batch, num_calls))
-        return [Sampled.of(calls[index][0], np.array(times)) for index, times in samples.items()]
+                samples[index].append(runner.time(batch, num_calls))
+        return [Sampled.of(case, np.array(times)) for (case, _), times in zip(calls, samples, strict=True)]
 
     def _calls(self, model: str, runner: TimedRunner, group: list[Case]) -> list[tuple[Case, RowBatch]]:
         """Returns each case with its batch, with room for a chain behind it if the device drafts chains."""

@@ -45,7 +45,7 @@ SEED = 0
 # probe step (whose chains are the longest), and calls that warm up a case.
 PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
 
-LOADS = (1, 8, 32)  # sequences
+STEP_SHARE = 1 / 60  # of a budget, for a step of the largest load, at most: a profile has some 30 of each load
 LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
 # A decision by confidence: 30 us for one request in an engine, 17 to 40 us for 2 to 32 alone. Policies correct it.
 TRIM = {"trim_us": 30.0, "trim_sequence_us": 1.0}
@@ -76,7 +76,7 @@ class StepMeter:
             wait_for_calls(engine, self._runtime)
             for num_draft_tokens in LENGTHS:
                 engine.step_runner.scheduler.policy = ProbePolicy(num_draft_tokens)
-                for num_sequences in LOADS:
+                for num_sequences in self._effort.loads:
                     phases = phases_of_steps(engine, num_sequences, num_draft_tokens, self._effort.num_steps, self._rng)
                     self._times.setdefault((num_draft_tokens, num_sequences), []).extend(map(_outside, phases))
 
@@ -174,6 +174,7 @@ def profile_engine(
     """
     manifest = EngineManifest.load(engine_dir)
     with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
+        budget_s = math.inf if budget_s is None else budget_s
         return _Profiler(runtime, engine_dir, manifest).run(QUICK if is_quick else FULL, prompts, budget_s)
 
 
@@ -194,25 +195,21 @@ class _Profiler:
         menu = replace(self.runtime.menu, splits=self.runtime.splits)  # those that serving uses
         return shares_of(menu, has_draft=self.manifest.draft is not None)
 
-    def run(self, effort: Effort, prompts: Path | None, budget_s: float | None) -> Profile:
+    def run(self, effort: Effort, prompts: Path | None, budget_s: float) -> Profile:
         manifest, widths, pads = self.manifest, key_columns(self.manifest), self.manifest.runtime_spec.is_gathered
         log.info("  0%  measuring the engine's speed")
-        seconds = self._estimate_s(effort)
+        step_s = self._probe(effort.loads, STEP_SHARE * budget_s)
+        seconds = self._estimate_s(effort, list(step_s.values()))
         work = share_within(seconds, budget_s)
         less = "" if work == 1.0 else f" for {work:.0%} of a profile's calls"
         log.info(f"time: about {max(seconds * work, 1.0):.0f} s{less}")
-        effort = effort.scaled(work)
+        effort = replace(effort.scaled(work), loads=tuple(step_s))
         # Calibration is first: a machine that warms up does not affect it, and it finds bad options early.
         log.info("  0%  calibration")
         calibration = calibrate(
-            self._make_engine,
-            self.engine_dir,
-            manifest,
-            effort.num_requests,
-            prompts=prompts,
-            seed=SEED,
-            latest_s=math.inf if budget_s is None else time.monotonic() + CALIBRATION_SHARE * budget_s,
-        )
+            self._make_engine, self.engine_dir, manifest, effort.num_requests, prompts=prompts, seed=SEED,
+            latest_s=time.monotonic() + CALIBRATION_SHARE * budget_s,
+        )  # fmt: skip
         steps = StepMeter(self.runtime, self._make_engine, effort, SEED)
         steps.visit()
         cases, sampled = self._cases(effort), dict[Share, list[Sampled]]()
@@ -249,14 +246,19 @@ class _Profiler:
         kinds = {TARGET: TARGET, DRAFT: kind}
         return {name: choose_cases(kinds[name], self.models.max_context, rng, effort.case_share) for name in names}
 
-    def _estimate_s(self, effort: Effort) -> float:
-        """Estimates the seconds of a profile from a few steps with the longest chains."""
-        length, step_s = max(LENGTHS), []
+    def _probe(self, loads: tuple[int, ...], most_s: float) -> dict[int, float]:
+        """Returns the seconds of a step with the longest chains by load: of two, and of others expected in most_s."""
+        length, step_s = max(LENGTHS), dict[int, float]()
         with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{length}"))) as engine:
-            for size in LOADS:
+            for size in loads:
+                if len(step_s) > 1 and step_s[max(step_s)] * size / max(step_s) > most_s:
+                    break
                 steps = phases_of_steps(engine, size, length, PROBE_STEPS, np.random.default_rng(SEED))
-                if steps:  # a short context may hold none
-                    step_s.append(min(step[WALL] for step in steps) / 1e9)
+                step_s[size] = min((step[WALL] for step in steps), default=0) / 1e9  # a short context may hold none
+        return step_s
+
+    def _estimate_s(self, effort: Effort, step_s: list[float]) -> float:
+        """Estimates the seconds of a profile from those of a step with the longest chains of each load."""
         each, cases = sum(step_s), self._cases(effort)
         num_calls = sum(len(cases[share.model]) for share in self.shares)
         waves = -(-effort.num_requests // MAX_SEQUENCES)

@@ -18,7 +18,8 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.policy.calibration import KINDS
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.profiling import profile as profile_module
-from faser_backend.profiling.profile import profile_engine, run_profile
+from faser_backend.profiling.measure import TimedRunner
+from faser_backend.profiling.profile import WALL, profile_engine, run_profile
 from faser_backend.serving.loading import reporting_to
 from faser_backend.serving.profile_store import (
     PROFILE_FILE,
@@ -76,6 +77,28 @@ def test_a_profile_covers_every_model_partition_and_segment(profiled: tuple[Path
     assert np.isfinite(profile.spread)
     assert min(model.overhead.step(1, 1), model.overhead.draft_call(1) + model.overhead.draft_round(1)) > 0
     assert 0 < model.overhead.exit(1) <= model.overhead.exit(160)
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_a_slow_machine_tries_no_large_batches(engine: Path, monkeypatch: pytest.MonkeyPatch, *, is_slow: bool) -> None:
+    loads, call_rows = set[int](), set[int]()
+    run_steps, time_call = profile_module.phases_of_steps, TimedRunner.time
+
+    def steps(engine: Any, load: int, *rest: Any) -> list[dict[str, int]]:
+        loads.add(load)
+        return [step | {WALL: 10**9} if is_slow else step for step in run_steps(engine, load, *rest)]
+
+    def call(runner: TimedRunner, batch: Any, num_calls: int) -> np.ndarray:
+        call_rows.add(batch.num_rows)
+        found = time_call(runner, batch, num_calls)
+        return np.full_like(found, 1e6) if is_slow else found
+
+    monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, calls_s=2.0))
+    monkeypatch.setattr(profile_module, "phases_of_steps", steps)
+    monkeypatch.setattr(TimedRunner, "time", call)
+    profile_engine(engine, is_quick=True, budget_s=40.0)
+    assert loads == ({1, 8} if is_slow else {1, 8, 32})
+    assert (max(call_rows) < 100) == is_slow
 
 
 def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:

@@ -47,9 +47,8 @@ def few_cases(model: str, max_context: int, rng: np.random.Generator, share: flo
 
 def test_costs_are_those_of_this_device(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_module, "choose_cases", few_cases)
-    monkeypatch.setattr(profile_module, "LOADS", (1, 4))
     monkeypatch.setattr(calibration, "TOKENS_EACH", 6)
-    monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, num_requests=4))
+    monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, num_requests=4, loads=(1, 4)))
     profile = profile_engine(engine, is_quick=True)
     assert profile.fingerprint.device["torch"] == version("torch") and "numba" not in profile.fingerprint.device
     profile.save(engine)
