@@ -1,8 +1,8 @@
 """Times real model calls on the partitions of this machine, and fits costs to them.
 
-Sweeps run all cases of a partition in random order; a case's time is its median over the sweeps, so a short disturbance
-changes few samples. A share of a split is timed while the other model works on the other share. A call ends when the
-device has finished it.
+Sweeps run all cases of a partition, the first from few rows to many, the others in random order. A case's time is its
+median over the sweeps, so a short disturbance changes few samples. A share of a split is timed while the other model
+works on the other share. A call ends when the device has finished it.
 
 Caches are as they are in serving. A draft sample is a run of calls behind a target call; its first call is not timed,
 because profile.py measures the extra time of first calls. A target sample follows calls of its own shape, with a
@@ -192,10 +192,8 @@ class Bench:
         runtime.synchronize()  # before other threads read them
 
     def measure(self, share: Share, budget_s: float) -> list[Sampled]:
-        """Measures the model's cases for about budget_s seconds or max_sweeps sweeps, at least 3.
-
-        Large cases are left out, and not even tried, where smaller ones use up the budget.
-        """
+        """Measures the model's cases for about budget_s seconds or max_sweeps sweeps, at least 3; no large cases where
+        smaller ones use up the budget."""
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
             runner = on_share.submit(self._open, share.model, share.part, opened, share.model == DRAFT).result()
             before: Work = lambda: None  # noqa: E731
@@ -219,28 +217,31 @@ class Bench:
         num_calls = DRAFT_RUN if model == DRAFT else 1
         calls = self._calls(model, runner, sorted(group, key=lambda case: (case.num_rows, case.num_tokens)))
         num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
-        deadline, spent_us = time.perf_counter() + budget_s, 0.0
-        for num_timed, (_, batch) in enumerate(calls):
-            if num_timed >= MIN_GROUP_CASES and spent_us > budget_s * 1e6:
-                calls = calls[:num_timed]
+        deadline, spent_s, samples = time.perf_counter() + budget_s, 0.0, list[list[np.ndarray]]()
+
+        def sample(case: Case, batch: RowBatch) -> np.ndarray:
+            if model == TARGET:
+                runner.warm_up(batch, TARGET_WARM_US)
+            if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
+                before()
+            if model == DRAFT and runner.loop is None:
+                runner.time(batch, 1)  # profile.py measures a first call's extra time
+            return runner.time(batch, num_calls)
+
+        for case, batch in calls:
+            if len(samples) >= MIN_GROUP_CASES and 3 * spent_s > budget_s:
                 break
-            # The first call allocates the shape's buffers; on a GPU the second captures its graph.
-            warm_us = [runner.time(batch, num_first).sum() for _ in range(3)][-1]
-            spent_us += 3 * (warm_us * num_calls + (max(warm_us, TARGET_WARM_US) if model == TARGET else 0.0))
-        samples: list[list[np.ndarray]] = [[] for _ in calls]
-        for sweep in range(self._max_sweeps):
+            for _ in range(2):  # the first call allocates the shape's buffers; on a GPU the second captures its graph
+                runner.time(batch, num_first)
+            start = time.perf_counter()
+            samples.append([sample(case, batch)])
+            spent_s += time.perf_counter() - start
+        for sweep in range(1, self._max_sweeps):
             if sweep >= 3 and time.perf_counter() > deadline:
                 break
-            for index in self._rng.permutation(len(calls)):
-                case, batch = calls[index]
-                if model == TARGET:
-                    runner.warm_up(batch, TARGET_WARM_US)
-                if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
-                    before()
-                if model == DRAFT and runner.loop is None:
-                    runner.time(batch, 1)  # profile.py measures a first call's extra time
-                samples[index].append(runner.time(batch, num_calls))
-        return [Sampled.of(case, np.array(times)) for (case, _), times in zip(calls, samples, strict=True)]
+            for index in self._rng.permutation(len(samples)):
+                samples[index].append(sample(*calls[index]))
+        return [Sampled.of(case, np.array(times)) for (case, _), times in zip(calls, samples, strict=False)]
 
     def _calls(self, model: str, runner: TimedRunner, group: list[Case]) -> list[tuple[Case, RowBatch]]:
         """Returns each case with its batch, with room for a chain behind it if the device drafts chains."""
