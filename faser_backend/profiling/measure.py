@@ -6,8 +6,7 @@ works on the other share. A call ends when the device has finished it.
 
 Caches are as they are in serving. A draft sample is a run of calls behind a target call; its first call is not timed,
 because profile.py measures the extra time of first calls. A target sample follows calls of its own shape, with a
-draft call in between if it verifies drafted rows. Behind a large call instead, one row takes twice as long as in plain
-decoding (1387 us instead of 675), which would flatter speculation.
+draft call in between if it verifies drafted rows: behind a large call one row takes twice as long as in plain decoding.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -126,10 +125,9 @@ class TimedRunner:
     def warm_up(self, batch: RowBatch, wanted_us: float) -> None:
         """Calls the batch for wanted_us microseconds, at least once."""
         until = time.perf_counter() + wanted_us / 1e6
-        while True:
+        self.time(batch, 1)
+        while time.perf_counter() < until:
             self.time(batch, 1)
-            if time.perf_counter() >= until:
-                return
 
 
 def is_chain(counts: np.ndarray | tuple[int, ...], num_logit_rows: int) -> bool:
@@ -153,10 +151,8 @@ def open_loop(runtime: AnyRuntime, runner: OpenRunner, num_tokens: int) -> Draft
 
 
 class WaitingRunner:
-    """A runner whose calls return when the device has finished them.
-
-    Without it, the time of a GPU's calls would count in the phase that first reads their results.
-    """
+    """A runner whose calls return when the device has finished them: else a GPU's time would count in the phase that
+    first reads their results."""
 
     def __init__(self, runner: ModelRunner, runtime: AnyRuntime) -> None:
         self._runner, self._runtime = runner, runtime
@@ -192,15 +188,20 @@ class Bench:
         runtime.synchronize()  # before other threads read them
 
     def measure(self, share: Share, budget_s: float) -> list[Sampled]:
-        """Measures the model's cases for about budget_s seconds or max_sweeps sweeps, at least 3; no large cases where
-        smaller ones use up the budget."""
+        """Measures cases, from few rows to many, for about budget_s seconds or max_sweeps sweeps, at least 3."""
         with _bound_thread(share.part) as on_share, ExitStack() as opened:
             runner = on_share.submit(self._open, share.model, share.part, opened, share.model == DRAFT).result()
             before: Work = lambda: None  # noqa: E731
             if share.company is None and share.other_model in self._models:
                 before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
+            self._is_over = False
             with self._company(share):
-                return on_share.submit(self._sweep, share.model, runner, before, budget_s).result()
+                sweep = on_share.submit(self._sweep, share.model, runner, before, budget_s)
+                try:
+                    return sweep.result()
+                finally:  # if interrupted, before the runners close: without helper threads a call would never end
+                    self._is_over = True
+                    wait([sweep])
 
     def _sweep(self, model: str, runner: TimedRunner, before: Work, budget_s: float) -> list[Sampled]:
         """before: an untimed call of the other model, if the two alternate on the same cores."""
@@ -220,6 +221,8 @@ class Bench:
         deadline, spent_s, samples = time.perf_counter() + budget_s, 0.0, list[list[np.ndarray]]()
 
         def sample(case: Case, batch: RowBatch) -> np.ndarray:
+            if self._is_over:
+                raise KeyboardInterrupt
             if model == TARGET:
                 runner.warm_up(batch, TARGET_WARM_US)
             if model == DRAFT or case.num_logit_rows > len(case.counts):  # drafted rows are verified
@@ -247,11 +250,9 @@ class Bench:
         """Returns each case with its batch, with room for a chain behind it if the device drafts chains."""
         calls = []
         for case in group:
-            room = 0
-            if runner.loop is not None and is_chain(case.counts, case.num_logit_rows):
-                room = DRAFT_RUN
-                case = chain_case(case, room, self._max_context)  # noqa: PLW2901
-            calls.append((case, self._batch(model, case, room)))
+            room = DRAFT_RUN * (runner.loop is not None and is_chain(case.counts, case.num_logit_rows))
+            fitting = chain_case(case, room, self._max_context)
+            calls.append((fitting, self._batch(model, fitting, room)))
         return calls
 
     def _batch(self, model: str, case: Case, room: int = 0) -> RowBatch:
@@ -320,7 +321,6 @@ def fit_segments(points: list[Sampled], widths: np.ndarray, *, pads: bool) -> tu
 def shapes_of(cases: list[Case], widths: np.ndarray, *, pads: bool) -> CallShapes:
     rows = [(case.num_rows, len(case.counts), max(case.counts), case.num_logit_rows) for case in cases]
     num_rows, num_sequences, max_rows, num_logit_rows = np.array(rows, np.float64).T
-    if not pads:  # as in CostModel.call_us: the mean rows of a sequence
-        max_rows = num_rows / num_sequences
+    max_rows = max_rows if pads else num_rows / num_sequences  # without, their mean, as in CostModel.call_us
     num_tokens = np.array([case.context for case in cases]) + max_rows
     return CallShapes(num_rows, num_sequences, max_rows, widths[num_tokens.astype(np.int64)], num_logit_rows)

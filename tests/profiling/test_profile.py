@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import signal
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
@@ -98,6 +101,35 @@ def test_a_slow_machine_tries_no_large_batches(engine: Path, monkeypatch: pytest
     profile_engine(engine, is_quick=True, budget_s=40.0)
     assert loads == ({1, 8} if is_slow else {1, 8, 32})
     assert (max(call_rows) < 100) == is_slow
+
+
+def test_an_interrupt_closes_runners_behind_their_last_call(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of a closed runner waits for ever for the threads that would help it."""
+    events: list[str] = []
+    time_call, close = TimedRunner.time, LlvmRunner.close
+
+    def call(runner: TimedRunner, batch: Any, num_calls: int) -> np.ndarray:
+        events.append("call")
+        if events.count("call") == 20:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            time.sleep(0.2)
+        return time_call(runner, batch, num_calls)
+
+    def closed(runner: LlvmRunner) -> None:
+        events.append("close")
+        close(runner)
+
+    monkeypatch.setattr(profile_module, "QUICK", BRIEF)
+    monkeypatch.setattr(TimedRunner, "time", call)
+    monkeypatch.setattr(LlvmRunner, "close", closed)
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            profile_engine(engine, is_quick=True)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert events.count("call") < 30
+    assert "call" not in events[events.index("close", events.index("call")) :]
 
 
 def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
