@@ -75,7 +75,7 @@ def adapt(output, inputs, layer, matrix, runs, adapters, lowered, crew, file):
     read one matrix's x @ a, others write at most the next one's.
     """
     (thread, num_threads, barrier, _), (weights, _, scratch) = crew, file
-    most_floats, item = lowered.shape[1] // inputs.shape[0], matrix  # of a row
+    most_floats, item = lowered.shape[1] // inputs.shape[0], matrix  # of a row; threads take turns in beginning
     at = FIRST_ADDRESS + 2 * (layer * NUM_ADAPTED + matrix)
     for is_second in range(2):
         for i in range(runs.shape[0]):

@@ -96,8 +96,8 @@ def prefetch_line(builder, address):
 
 
 def getters(context, builder, signature, arguments, count, first=0):
-    """Returns for `count` arguments, arrays, functions from a row's index, None for row 0, to its address, whose type
-    tells halves."""
+    """Returns a function for each of `count` array arguments: from a row's index, None for row 0, to the row's address.
+    A pointer to halves has their type."""
 
     def getter(kind, argument):
         array = context.make_array(kind)(context, builder, argument)
