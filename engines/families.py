@@ -64,13 +64,15 @@ def _dimensions(fields: ConfigFields) -> dict[str, Any]:
 
 def _rotary(fields: ConfigFields) -> dict[str, Any]:
     """Reads rotary settings: newer configs have `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
-    name = "rope_parameters" if fields.values.get("rope_parameters") else "rope_scaling"
-    rope = fields.section(name)
+    newer, older = (fields.values.get(name) for name in ("rope_parameters", "rope_scaling"))
+    if newer and older and newer != older:
+        raise fields.error("rope_scaling", older, f"must be rope_parameters = {newer}, or one of them absent")
+    rope = fields.section("rope_parameters" if newer else "rope_scaling")
     unknown = sorted(set(rope.values) - ROPE_FIELDS)
     if unknown:
         raise rope.error(unknown[0], rope.values[unknown[0]], "unknown field: its effect on positions is not known")
     for holder in (rope, fields):
-        if holder.values.get("partial_rotary_factor", 1) != 1:
+        if holder.values.get("partial_rotary_factor") not in (None, 1):
             raise fields.error("partial_rotary_factor", holder.values["partial_rotary_factor"], "must be 1")
     theta = (rope if rope.values.get("rope_theta") is not None else fields).number("rope_theta", 1.0, 1e12, 10000.0)
     kind = rope.values.get("rope_type") or rope.values.get("type") or "default"

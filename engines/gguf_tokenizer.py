@@ -27,6 +27,8 @@ KINDS = ("gpt2", "llama")  # byte-level merges; SentencePiece's merges
 UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6  # types of tokens; 1 is a normal one
 NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 ENDS = ("eos", "eot", "eom")  # end of text, of turn, of message
+# Most files name one end; the model's other ends are known by their text, as in llama.cpp.
+END_TOKENS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<|eom_id|>")
 SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}  # defaults
 PREFIX = "tokenizer.ggml"
 SPACE = "\u2581"  # as SentencePiece writes it
@@ -88,7 +90,8 @@ class GGUFVocabulary:
     @property
     def end_ids(self) -> tuple[int, ...]:
         """Returns the ids that end an answer, the end of text first."""
-        return tuple(dict.fromkeys(self.named[name] for name in ENDS if name in self.named))
+        known = [self.tokens[token] for token in END_TOKENS if token in self.tokens]
+        return tuple(dict.fromkeys([self.named[name] for name in ENDS if name in self.named] + known))
 
     def of_types(self, *types: int) -> list[str]:
         """Returns the tokens of these types in the order of their ids."""

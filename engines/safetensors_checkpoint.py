@@ -33,11 +33,11 @@ class HuggingFaceCheckpoint(Checkpoint):
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         self.origin = self.directory = directory
         self.fields = ConfigFields(config, directory / CONFIG_FILE)
-        index = directory / INDEX_FILE
-        if index.is_file():
+        single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+        if index.is_file() and not single.exists():  # an index may be left over from other weights
             self._file_of = _read_index(index)
         else:
-            weights = SafetensorsFile(directory / WEIGHTS_FILE)
+            weights = SafetensorsFile(single)
             self._file_of = dict.fromkeys(weights.names, weights)
 
     @property

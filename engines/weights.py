@@ -16,6 +16,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.engines.checkpoint import Checkpoint, CheckpointError
 
 Shape = tuple[int, ...]
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ENDS: tuple[str, str] = ("embedding", "lm_head")  # matrices outside the layers, [vocab_size, hidden_size]
 IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # buffers of old checkpoints, which are computed, not learned
 
@@ -117,7 +118,7 @@ def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str,
     joins_experts: the experts of a layer form one matrix, for runtimes that compute all of them at once.
     """
     padded = (spec.padded_vocab_size or spec.vocab_size, spec.hidden_size)
-    sources = {"embedding": WeightSource((("model.embed_tokens.weight", padded),), num_rows=spec.vocab_size)}
+    sources = {"embedding": WeightSource(((EMBEDDING, padded),), num_rows=spec.vocab_size)}
     for layer in range(spec.num_layers):
         own = _attention_sources(spec) | _mlp_sources(spec, joins_experts=joins_experts)
         for name, source in own.items():
@@ -125,7 +126,7 @@ def weight_sources(spec: ModelSpec, *, joins_experts: bool = False) -> dict[str,
             sources[f"layers.{layer}.{name}"] = replace(source, parts=parts)
     sources["norm"] = _vector(("model.norm", spec.hidden_size))
     if not spec.tie_word_embeddings:
-        sources["lm_head"] = WeightSource((("lm_head.weight", padded),), num_rows=spec.vocab_size)
+        sources["lm_head"] = WeightSource(((HEAD, padded),), num_rows=spec.vocab_size)
     return sources
 
 
@@ -191,11 +192,14 @@ def _check_tensors(checkpoint: Checkpoint, sources: dict[str, WeightSource], oth
             )
         checkpoint.dtype(name)
     for name in checkpoint.names:
-        # transformers ties the head even if the file has one
-        is_known = name in wanted or name in others or name == "lm_head.weight" or name.endswith(IGNORED_SUFFIXES)
+        is_known = name in wanted or name in others or name == HEAD or name.endswith(IGNORED_SUFFIXES)
         # tools of GPTQ write biases of zeros for modules without a bias
         if not is_known and not (name.endswith("_proj.bias") and not checkpoint.read(name).any()):
             raise CheckpointError(
                 f"{checkpoint.origin}: tensor {name} belongs to no part of the model that its config describes"
             )
+    if HEAD in checkpoint.names and HEAD not in wanted and EMBEDDING in wanted:
+        head, embedding = checkpoint.read(HEAD), checkpoint.read(EMBEDDING)
+        if not np.array_equal(head, embedding):
+            raise CheckpointError(f"{checkpoint.origin}: {HEAD} is not the embedding: tie_word_embeddings is wrong")
     return checkpoint.dtype(next(iter(wanted)))

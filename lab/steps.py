@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import PhaseEvent
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline import step

@@ -18,7 +18,7 @@ from scipy.stats import chisquare
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.decision import Decision, PipelineMode, Pruner
 from faser_backend.core.frontier import Acceptance, Frontier
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.pipeline import acceptance, step, trim, verify
 from faser_backend.pipeline.engine import Engine

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
+from faser_backend.core.grammar import Grammar
 from faser_backend.core.request import EngineOutput, Request, Sampling
 from faser_backend.serving.engine_loop import Subscription
 from faser_backend.serving.request_reports import log_clamp
@@ -159,11 +160,14 @@ def _request(
     tokenizer, limits = model.tokenizer, model.limits
     stop_sequences = tokenizer.encode_words("stop", params.stop)
     asked = max(1, limits.max_context - len(prompt_ids)) if params.max_tokens is None else params.max_tokens
+    sampling = _sampling(params, tokenizer.encode_words("bad_words", params.bad_words))
+    if params.guided_decoding is not None:
+        sampling = replace(sampling, grammar=_grammar(params.guided_decoding, guides))
     request = Request(
         request_id=request_id,
         prompt_ids=limits.prompt_array(prompt_ids),
         max_tokens=limits.clamp_max_tokens(asked, len(prompt_ids)),
-        sampling=_sampling(params, tokenizer.encode_words("bad_words", params.bad_words)),
+        sampling=sampling,
         end_ids=() if params.ignore_eos else model.end_ids,
         stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
         max_draft_tokens=params.num_draft_tokens,
@@ -171,22 +175,19 @@ def _request(
         wants_generation_logits=bool(params.logprobs),
         wants_stats=True,
         lora_name=model.lora_name,
-        guide=None if params.guided_decoding is None else _guide(params.guided_decoding, guides),
     )
     if request.max_tokens < asked:
         log_clamp(asked, request)
     return request
 
 
-def _guide(guided: GuidedDecodingParams, guides: GuideCompiler) -> str:
-    """Compiles the guide, so that its errors are raised before anything runs; the engine reuses the result."""
+def _grammar(guided: GuidedDecodingParams, guides: GuideCompiler) -> Grammar:
+    """Compiles the guide here, so that its errors are raised before anything runs."""
     try:
-        guide = guided.guide()
-        guides.compile(guide)
+        return guides.compile(guided.guide())
     except RequestError as error:
         error.blame("guided_decoding")
         raise
-    return guide
 
 
 def check_params(params: SamplingParams) -> None:

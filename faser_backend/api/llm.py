@@ -18,7 +18,7 @@ from faser_backend.api.batch import AnyParams, Batch, Conversation, Prompt, is_c
 from faser_backend.api.outputs import RequestOutput
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import RequestError, UnavailableError
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import EngineOutput
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import EngineMetrics

@@ -27,9 +27,7 @@ from faser_backend.triton.server import check_stub, find_triton
 
 RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
 TORCH_EXTRA = "pip install 'faser-backend[torch]'"
-
 CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
-
 LoadDriver = Callable[[], Any]
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from faser_backend.api.outputs import CompletionOutput, RequestOutput
     from faser_backend.api.params import SamplingParams
     from faser_backend.core.decision import Score
-    from faser_backend.core.record import StepRecord
+    from faser_backend.core.plan import StepRecord
 
 
 class GenerateOptions(OptionTable):

@@ -91,11 +91,11 @@ class FailedError(FaserError):
         self.code, self.field = failure.code, failure.field
 
 
-def blamed(field: str, error: Exception) -> Failure:
-    """Returns the failure of one request, caused by an error in its field `field`."""
+def blamed(field: str | None, error: Exception) -> Failure:
+    """Returns the failure of one request, caused by an error, in its field `field` if that is known."""
     if isinstance(error, FaserError):
         return Failure(error.code, str(error), error.field or field)
-    return Failure(ErrorCode.INTERNAL, f"{field}: {type(error).__name__}: {error}", field)
+    return Failure(ErrorCode.INTERNAL, f"{field or 'internal error'}: {type(error).__name__}: {error}", field)
 
 
 def blaming(field: str, work: Callable[..., Result], *arguments: Any) -> Result:

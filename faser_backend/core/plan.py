@@ -1,4 +1,7 @@
-"""The plan of one step, and the drafts that one step leaves for the next. The scheduler makes plans."""
+"""A step's plan, which the scheduler makes, the drafts that it leaves for the next step, and its record.
+
+Policies learn from the record; metrics and benchmarks count it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.decision import Decision
-from faser_backend.core.frontier import Frontier
+from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.sequence import Sequence
 
 
@@ -73,3 +76,40 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not (self.decodes or self.drafts or self.prefills)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepRecord:
+    """A step that verified something, after the commit. Its arrays are shared with the step: read only.
+
+    Row b of frontier, verification and acceptance belongs to plan.decodes[b].
+    """
+
+    plan: StepPlan
+    frontier: Frontier
+    verification: Verification
+    acceptance: Acceptance
+    num_tokens: np.ndarray  # [B] tokens of each sequence before the step
+    start_ns: int
+    end_ns: int
+    propose_us: float  # duration of the draft phase, which an overlapped step runs beside the verification
+    verify_us: float
+    overlap_us: float  # while both phases ran
+    num_mixed_rows: int = 0  # of prompts, in the verification's call; verify_us includes them
+    draft_prefill_us: float = 0.0  # while the host saw the draft read prompts; a GPU may work on them afterwards
+    # Chains that an overlapped step drafted for later ones, one per entry of plan.drafts.
+    ahead: InFlight = field(default_factory=InFlight.empty)
+
+    @property
+    def step_us(self) -> float:
+        return (self.end_ns - self.start_ns) / 1e3
+
+    @property
+    def has_clients(self) -> bool:
+        """Whether any chain came from a client, so that no decision chose its rows."""
+        return bool(self.frontier.is_client.any())
+
+    @property
+    def num_testable(self) -> np.ndarray:
+        """[B] draft tokens whose testing row was fully computed."""
+        return np.minimum(self.frontier.num_drafted, self.verification.num_kept)

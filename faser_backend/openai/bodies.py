@@ -34,7 +34,7 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 FIRST: Any = Field(fail_fast=True)  # in a list: an error per bad entry would take seconds and gigabytes
 Ids = Annotated[list[int], FIRST]
-Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Name = Annotated[str, Field(max_length=64)]
 
 

@@ -23,13 +23,12 @@ from faser_backend.serving.request_reports import Listener, RequestLife, Sequenc
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.answer_stream import AnswerStream
 from faser_backend.text.guides import read_guide
-from faser_backend.triton.link import DIRECT, SocketLink, socket_id
+from faser_backend.triton.link import DIRECT, GONE, SocketLink, socket_id
 
 FOLLOW_POLL_S = 0.2  # between two checks for a new engine
 CONNECT_S = 5.0
 SEND_S = 5.0  # time for the engine to take a request
 NOT_READY = Failure(ErrorCode.UNAVAILABLE, "the engine is not ready")
-GONE = Failure(ErrorCode.UNAVAILABLE, "the engine process is gone")
 CANCELLED = Failure(ErrorCode.CANCELLED, "Request cancelled")
 
 

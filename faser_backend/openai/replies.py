@@ -440,6 +440,8 @@ def named(tokenizer: TextTokenizer, token_id: int) -> tuple[str, bytes]:
     table = tokenizer.token_bytes
     if table is None or not table[token_id]:  # no byte-level vocabulary, or a special token
         text = tokenizer.decode([token_id], skips_special_tokens=False)
+        if table is None:  # behind another token, as the first one loses its space
+            text = tokenizer.decode([token_id] * 2, skips_special_tokens=False).removeprefix(text)
         return text, text.encode()
     try:
         return table[token_id].decode(), table[token_id]

@@ -136,7 +136,7 @@ def _choices(
             wants_log_probs=num_top is not None,
             wants_context_log_probs=num_top is not None and echoes,
             wants_generation_logits=bool(num_top),
-            wants_stats=body.wants_stats,
+            wants_stats=body.wants_stats or bool(getattr(body, "stop", None)),
         )
         request.validate(model.limits)
     except RequestError as error:

@@ -112,6 +112,9 @@ class TaggedForm(ToolForm):
         calls: list[FunctionCall] = []
         while True:
             before, tag, behind = self._held.partition(CLOSE if self._is_inside else OPEN)
+            while tag and self._is_inside and _ends_in_string(before):
+                more, tag, behind = behind.partition(CLOSE)
+                before += CLOSE + more
             if not tag:
                 break
             if not self._is_inside:
@@ -229,10 +232,11 @@ class CallFinder:
     def __init__(self, form: type[ToolForm] | None, *, is_single: bool) -> None:
         self.calls: list[FunctionCall] = []
         self._form = form() if form is not None else None
-        self._is_single = is_single
+        self._is_single, self._space = is_single, ""
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, list[FunctionCall]]:
-        """Returns new text and new calls. Drops white space after a call and, if is_single, further calls."""
+        """Returns new text and new calls. Drops white space at the end of a text with calls and, if is_single, all but
+        one call."""
         if self._form is None:
             return text, []
         text, calls = self._form.push(text)
@@ -242,7 +246,10 @@ class CallFinder:
         if self._is_single:
             calls = calls[: 1 - len(self.calls)]
         self.calls += calls
-        return ("" if self.calls and not text.strip() else text), calls
+        text = self._space + text
+        shown = text if is_last and not self.calls else text.rstrip()
+        self._space = text[len(shown) :]  # held until text follows
+        return shown, calls
 
 
 def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
@@ -258,6 +265,10 @@ def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
 def _json_rule(name: str, schema: dict[str, Any]) -> str:
     """Returns a rule for JSON of a schema, in the style of guides that are schemas."""
     return f"{name}: %json {json.dumps(schema | {'x-guidance': JSON_STYLE})}"
+
+
+def _ends_in_string(text: str) -> bool:
+    return text.replace("\\\\", "").replace('\\"', "").count('"') % 2 == 1
 
 
 def _call_of(value: object, key: str) -> FunctionCall | None:

@@ -97,8 +97,9 @@ class Adapters:
         matrices = read_tensors(weights, config, self._target.spec, self._max_rank)
         num_bytes = sum(part.nbytes for pair in matrices.values() for part in pair)
         new = SentAdapter(name, self._target.store_adapter(matrices), num_bytes)
-        idle = [each for each, sent in self._sent.items() if not sent.users and each != task_id]
         room = self._max_bytes - sum(sent.num_bytes for sent in self._sent.values() if sent.users)
+        # After `room`, as uses end meanwhile.
+        idle = [each for each, sent in self._sent.items() if not sent.users and each != task_id]
         if num_bytes > room:
             limit = f"Cache is full. There are no done tasks to evict; {room} of {self._max_bytes} bytes are free"
             raise RequestError("lora_weights", f"{num_bytes} bytes", limit)

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from faser_backend.core.decision import PipelineMode
+from faser_backend.core.config import EngineConfig
+from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.plan import InFlight, StepPlan
+from faser_backend.core.plan import InFlight, StepPlan, StepRecord
 from faser_backend.core.ports import Behind, Clock, GraphCounts, Partition, Sampler
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.adapters import Adapters
@@ -27,6 +27,9 @@ from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
 from faser_backend.pipeline.timing import PhaseTimes
+from faser_backend.policy.block_manager import BlockManager
+from faser_backend.policy.scheduler import Scheduler
+from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
 
 _log = logging.getLogger(__name__)
 SOURCES = ("model", "ngram", "client")  # of draft tokens, by number of the source
@@ -148,7 +151,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox or self._endings or self._sequences)
+        return bool(self._inbox or self._sequences)
 
     def wait_for_work(self, timeout_s: float) -> bool:
         """Blocks until there is work or the time is up. Returns has_work."""
@@ -195,7 +198,8 @@ class Engine:
                 self._sequences[sequence.request.request_id] = sequence
                 self._scheduler.add(sequence)
             self._inbox.clear()
-            self._endings.clear()
+            # An ending may come while its request is being submitted.
+            self._endings = deque(each for each in endings if each[0] in self._live and each[0] not in self._sequences)
         outputs = []
         for request_id, reason in endings:
             sequence = self._sequences.get(request_id)
@@ -288,3 +292,27 @@ class Engine:
 
     def close(self) -> None:
         self._ports.close()
+
+
+def assemble(ports: Ports, policy: SpeculationPolicy, config: EngineConfig) -> Engine:
+    """Returns the engine of a server, simulator or test, each with its own ports. config.policy is not read."""
+    blocks = BlockManager(
+        ports.num_blocks,
+        ports.kv_block_size,
+        config.max_num_seqs,
+        ports.limits.max_context,
+        can_reuse=config.enable_prefix_reuse,
+    )
+    proposer = ports.make_proposer(PhaseTimes(ports.clock), blocks.block_tables) if policy.is_drafting else None
+    scheduler = Scheduler(
+        blocks,
+        policy,
+        max_num_seqs=config.max_num_seqs,
+        max_prefill_tokens=config.max_prefill_tokens,
+        max_gap_ms=config.max_gap_ms,
+        never_evicts=config.admission == "guaranteed_no_evict",
+        max_draft_lag=MAX_DRAFT_LAG if proposer is None else proposer.max_lag,
+    )
+    step_runner = StepRunner(scheduler, ports.partitions, ports.sampler, ports.clock, proposer, ports.behind)
+    adapters = Adapters(ports.partitions[WHOLE].target, config.max_lora_rank, config.lora_cache_bytes)
+    return Engine(step_runner, ports, adapters, max_queue_size=config.max_queue_size)

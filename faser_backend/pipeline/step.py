@@ -19,9 +19,8 @@ import numpy as np
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import Failure
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.plan import InFlight, StepPlan
+from faser_backend.core.plan import InFlight, StepPlan, StepRecord
 from faser_backend.core.ports import Behind, Clock, Partition, Sampler, run_behind
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import attach, commit_tokens, extras_of, final_output, round_counts

@@ -28,7 +28,7 @@ import numpy as np
 
 from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 
 KINDS = ("greedy", "sampled")  # of requests, whose draft tokens are accepted at different rates

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from faser_backend.core.decision import PipelineMode, Score
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve, hats, sigmoid
 from faser_backend.policy.cost_model import BatchTimes

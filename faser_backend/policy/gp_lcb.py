@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from faser_backend.core.decision import WHOLE, Decision
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import AcceptanceModel, hats, sigmoid
 from faser_backend.policy.cost_model import BatchTimesCache

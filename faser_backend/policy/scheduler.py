@@ -12,8 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 
 from faser_backend.core.decision import Decision, PipelineMode
-from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan, StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy

@@ -21,7 +21,7 @@ import numpy as np
 
 from faser_backend.core.config import MAX_NUM_SEQS
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy import candidates
 from faser_backend.policy.calibration import AcceptanceModel, MarginCurve
@@ -139,7 +139,7 @@ class ThroughputPolicy:
     def _weigh_reading(self, sequences: Sequence[RunningSequence]) -> float:
         """Divides the time in which the draft reads prompts by the tokens of the answers. Returns how many tokens these
         requests will emit yet, as expected."""
-        for ended in (s.num_output_tokens for s in self._weighed if s.slot < 0 < s.num_remaining_tokens):
+        for ended in filter(None, (s.num_output_tokens for s in self._weighed if s.slot < 0 < s.num_remaining_tokens)):
             self._mean_answer = ended if math.isinf(self._mean_answer) else 0.9 * self._mean_answer + 0.1 * ended
         self._weighed = list(sequences)
         num_left = sum(min(LEFT_SHARE * each.num_remaining_tokens, self._mean_answer) for each in sequences)

@@ -19,7 +19,7 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import Decision, ExitView, Pruner
 from faser_backend.core.errors import ConfigError, FaserError
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.device.runtime import ModelPair

@@ -9,13 +9,16 @@ Policies read the result through serving/profile_store.py.
 from __future__ import annotations
 
 import math
+import os
 import time
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
+from rich.table import Table
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
@@ -27,11 +30,10 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
-from faser_backend.profiling.calibration import TOKENS_EACH, MakeEngine, ProbePolicy, calibrate
+from faser_backend.profiling.calibration import RETENTION, TOKENS_EACH, MakeEngine, ProbePolicy, calibrate
 from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effort, choose_cases, share_within
 from faser_backend.profiling.cost_fit import fit_overhead
 from faser_backend.profiling.measure import Bench, Sampled, Share, WaitingRunner, fit_segments, shares_of
-from faser_backend.profiling.tables import print_tables
 from faser_backend.serving.compose import engine_on, prepared
 from faser_backend.serving.loading import log, shown_phases
 from faser_backend.serving.processes import terminable
@@ -41,10 +43,11 @@ from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 CALIBRATION_SHARE = 0.35  # of a budget, at most
 PROFILE_BYTES = 8 << 20  # at most
 SEED = 0
+WIDE = 200  # columns of a table that nobody sees
+BUSY_SPREAD = 0.15  # an idle machine repeats a call within a few percent
 # For the estimate: probe steps, tokens per step and request in calibration, mean time of a measured step relative to a
 # probe step (whose chains are the longest), and calls that warm up a case.
 PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
-
 STEP_SHARE = 1 / 60  # of a budget, for a step of the largest load, at most: a profile has some 30 of each load
 LENGTHS = (1, 3, 6)  # draft tokens of each sequence in plain steps
 # A decision by confidence: 30 us for one request in an engine, 17 to 40 us for 2 to 32 alone. Policies correct it.
@@ -304,3 +307,48 @@ def run_profile(
     costs = cost_model_of(manifest, profile.costs, profile.overhead)
     print_tables(profile, costs, has_exits=bool(manifest.exit_layers))
     Console().print(f"written to {engine_dir / PROFILE_FILE}", highlight=False, soft_wrap=True)
+
+
+def print_tables(profile: Profile, costs: CostModel, *, has_exits: bool) -> None:
+    console, calibration = table_console(), profile.calibration
+    printed = partial(console.print, highlight=False, soft_wrap=True)
+    console.print(call_table(costs))
+    outside_us = costs.overhead.step(1, 1)
+    printed(f"spread between repeats of a call: {profile.spread:.1%}; a step takes {outside_us:.0f} us outside calls")
+    if profile.spread > BUSY_SPREAD:
+        printed("The machine was busy during the measurement: run this again when it is idle.")
+    source = f"{calibration.num_fitted} draft tokens of {calibration.source}"
+    printed(f"calibrated on {source}; thresholds keep {RETENTION:.0%} of the accepted tokens")
+    for each in calibration.exits:  # held out: draft rows that it ends, and useful ones that it keeps
+        ended = f"{np.mean(each.pruned_shares):.1%} of the draft rows, {each.trimmed_pruned_share:.1%} after trimming"
+        kept = f"{each.retention:.1%} and {each.trimmed_retention:.1%} of the useful ones"
+        printed(f"exit after layer {each.layer}: ends {ended}; keeps {kept}")
+    if has_exits and not calibration.exits:
+        printed("exits not calibrated: too few draft tokens were accepted or rejected")
+
+
+def call_table(costs: CostModel) -> Table:
+    """Returns a line per model and partition: two predicted calls."""
+    rows = []
+    for model, partition in costs.segments:
+        examples = costs.call_us(model, partition, np.array([1, 80]), np.array([1, 16]), 128)
+        rows.append([model, partition, *(f"{us:.0f}" for us in examples)])
+    title = "Predicted call times, context 128"
+    return terminal_table(title, ["model", "cores", "1 row, us", "16 x 5 rows, us"], rows)
+
+
+def table_console() -> Console:
+    """Returns rich's console on stdout; in a pipe or a file it is wide enough for whole tables."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=WIDE)
+
+
+def terminal_table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+    """Returns a table with the first column to the left and figures to the right."""
+    table = Table(title=title, box=None, pad_edge=False, title_justify="left", title_style="")
+    for index, heading in enumerate(headings):
+        width = max(map(len, heading.split()))
+        table.add_column(heading, justify="right" if index else "left", no_wrap=not index, min_width=width)
+    for row in rows:
+        table.add_row(*row)
+    return table

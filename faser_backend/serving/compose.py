@@ -30,8 +30,7 @@ from faser_backend.core.request import FinishReason, Limits, Request, Sampling
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
-from faser_backend.pipeline.assembly import Ports, assemble
-from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.engine import Engine, Ports, assemble
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy

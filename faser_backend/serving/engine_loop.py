@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from queue import SimpleQueue
 
-from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError
+from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError, blamed
 from faser_backend.core.grammar import Grammar
 from faser_backend.core.ports import run_behind
 from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
@@ -89,7 +89,7 @@ class EngineLoop:
     beat: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may end an abandoned stream in the midst of it
         self._routes: dict[str, _Route] = {}  # by request id
         self._failure: str | None = None
         self._is_closing = False
@@ -155,8 +155,8 @@ class EngineLoop:
             ready = replace(request, guide=None, sampling=replace(request.sampling, grammar=result))
             try:
                 self.engine.submit(ready)
-            except FaserError as error:
-                self._answer_unstarted(request.request_id, FinishReason.ERROR, error.failure)
+            except Exception as error:
+                self._answer_unstarted(request.request_id, FinishReason.ERROR, blamed(None, error))
 
     def _answer_unstarted(self, request_id: str, reason: FinishReason, error: Failure | None = None) -> None:
         """Sends the last output of a request that never reached the engine. Call under the lock."""
@@ -200,15 +200,15 @@ class EngineLoop:
             self.beat()
             try:
                 outputs = self.engine.step() if self.engine.wait_for_work(IDLE_WAIT_S) else []
+                run_behind(self.engine.behind)  # if the step did not wait for the device
             except Exception as error:
                 # Engine.step fails single requests itself, so this error has broken the engine.
                 _log.exception("the engine stopped")
-                run_behind(self.engine.behind)
+                _notify(run_behind, self.engine.behind)
                 self._failure = f"the engine stopped: {type(error).__name__}: {error}"
                 self._fail_all(self._failure)
                 self.on_stopped()
                 return
-            run_behind(self.engine.behind)  # if the step did not wait for the device
             if outputs and self.engine.behind is not None and self.engine.has_work:
                 # Sent once the next call is queued: the device does not wait for it, nor for threads that it wakes.
                 self.engine.behind.append(partial(self._dispatch, outputs))

@@ -50,8 +50,9 @@ class WindowDecoder:
 
     def __init__(self, tokenizer: TextTokenizer, context_ids: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._context = list(context_ids[-NUM_CONTEXT_TOKENS:])
-        self._held: list[int] = []
+        self._context: list[int] = []
+        self._held = [*context_ids]
+        self._settle()
 
     def push(self, token_id: int) -> str:
         self._held.append(token_id)
@@ -76,6 +77,8 @@ class WindowDecoder:
     def _settle(self) -> None:
         self._context = (self._context + self._held)[-NUM_CONTEXT_TOKENS:]
         self._held = []
+        while self._tokenizer.decode(self._context).startswith(REPLACEMENT):
+            del self._context[0]  # else the rest of a character would spoil the bytes behind it
 
 
 class StopMatcher:
@@ -120,7 +123,10 @@ class StopMatcher:
 
 def num_may_begin(text: str, mark: str) -> int:
     """Returns the number of characters at the end of the text with which the mark may begin."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+    start = text.find(mark[0], max(0, len(text) - len(mark) + 1))
+    while start >= 0 and not mark.startswith(text[start:]):
+        start = text.find(mark[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class TextPiece(NamedTuple):

@@ -159,7 +159,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except FileError as error:
         raise ConfigError(f"tokenizer {path.name}: {error.reason}") from None
     with _failures_as(lambda reason: ConfigError(f"tokenizer {path.name}: the library cannot read it ({reason})")):
-        return Tokenizer.from_str(text)
+        tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()  # some files hold what a training used
+    tokenizer.no_padding()
+    return tokenizer
 
 
 @contextmanager

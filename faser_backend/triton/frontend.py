@@ -37,7 +37,7 @@ from faser_backend.serving.request_reports import Listener, RequestLife, Sequenc
 from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest, is_stop_request, num_text_bytes, parse_requests
 from faser_backend.triton.launch_folder import Heartbeat
-from faser_backend.triton.link import EngineLink, Handshake
+from faser_backend.triton.link import GONE, EngineLink, Handshake
 from faser_backend.triton.tensor_io import NamedArray, Reply, merge
 from faser_backend.triton.tensors import Tensors
 
@@ -155,7 +155,7 @@ class Frontend:
             for one in parsed:
                 self.link.submit(one.request, life.client_id)
             life.submitted_ns = time.perf_counter_ns()
-            if exchange.is_failed:  # a first sequence was refused before the others were submitted
+            if exchange.is_failed or exchange.is_ending:  # before all sequences were submitted
                 self._cancel(list(by_id))
         except Exception as error:
             self._refuse(exchange, life, responder, error)
@@ -185,11 +185,9 @@ class Frontend:
         self.contract.acknowledge_stop(responder)
 
     def _refuse(self, exchange: _Exchange | None, life: RequestLife, responder: Responder, error: Exception) -> None:
-        if isinstance(error, FaserError):
-            failure = error.failure
-        else:
+        failure = blamed(None, error)
+        if not isinstance(error, FaserError):
             _log.exception("a request could not be started", extra=about(life.request_id))
-            failure = Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}")
         if exchange is not None:
             self._abandon(exchange, failure.message)
         else:
@@ -225,7 +223,7 @@ class Frontend:
                 more = outputs.get()
                 is_open, batch = more is not None, batch + (more or [])
             self._answer(batch)
-        self._fail_all("the engine process is gone")
+        self._fail_all(GONE.message)
 
     def _wait_for_outputs(self) -> list[EngineOutput] | None:
         while True:

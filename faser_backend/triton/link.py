@@ -44,6 +44,7 @@ ARRAY_TYPES = frozenset({"bool", "int32", "int64", "float16", "float32"})
 _ARRAY, _TOKENIZER = 1, 2  # MessagePack's extension types
 _READING = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 _log = logging.getLogger(__name__)
+GONE = Failure(ErrorCode.UNAVAILABLE, "the engine process is gone")
 CLOSE_S = 1.0  # for a frontend to receive its last outputs
 DIRECT = "openai-"  # prefix of the ids of the OpenAI server's requests
 MAX_SOCKET_PATH = 100  # sun_path holds 108 bytes
@@ -223,6 +224,7 @@ class LinkServer:
             except OSError:  # closed
                 return
             frames = FrameSocket(stream, max_received=MAX_COMMAND_BYTES, max_sent=MAX_EVENT_BYTES)
+            self._served = [one for one in self._served if one.reader.is_alive() or one.writer.is_alive()]
             self._served.append(_ServedFrontend(frames, self._loop, self._handshake))
 
 
@@ -267,9 +269,9 @@ class _ServedFrontend:
             raise PackingError("Command.request = None: submit needs a request")
         try:
             self.subscription.submit(request, command.id)
-        except FaserError as error:
-            refusal = EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=error.failure)
-            self._deliver([refusal])
+        except Exception as error:
+            failure = blamed(None, error)
+            self._deliver([EngineOutput(request.request_id, [], finish_reason=FinishReason.ERROR, error=failure)])
 
     def _deliver(self, batch: list[EngineOutput] | None) -> None:
         with self._lock, self._sending():
@@ -283,6 +285,7 @@ class _ServedFrontend:
             self._frames.send(pack(Event(handshake=handshake)))
             while (batch := self._next_batch()) is not None:
                 self._send(batch)
+            self._frames.close()
 
     def _next_batch(self) -> list[EngineOutput] | None:
         with self._lock:
@@ -379,6 +382,8 @@ class SocketLink:
             self._failure = error
         except OSError:
             pass
+        if outputs is None and self._failure is None:
+            self._failure = FailedError(GONE)
         self._deliver(outputs)
         return outputs is not None
 

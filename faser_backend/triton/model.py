@@ -12,6 +12,7 @@ import os
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -177,6 +178,7 @@ class TextModel(ServingModel):
         self._serving = threading.Lock()  # held while a request enters a frontend
         self._is_ready, self._is_closing = threading.Event(), threading.Event()
         self._failure: str | None = None
+        self._replaced = ThreadPoolExecutor(thread_name_prefix="replaced")
         self._follower = threading.Thread(target=self._follow_engine, name="connect", daemon=True)
         self._follower.start()
 
@@ -193,6 +195,7 @@ class TextModel(ServingModel):
         self._is_closing.set()
         if self._is_ready.is_set() and self._failure is None:
             self._follower.join(ENGINE_TIMEOUT_S)
+            self._replaced.shutdown()
             self._frontend.drain()
             self._frontend.close()
         self._counters.close()
@@ -220,8 +223,7 @@ class TextModel(ServingModel):
                 self._frontend, self._failure = fresh, None
                 return
             old, self._frontend = self._frontend, fresh
-        old.drain()
-        old.close()
+        self._replaced.submit(lambda: (old.drain(), old.close()))  # this thread follows further engines
 
     def _connect(self) -> Frontend:
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
@@ -276,8 +278,8 @@ class EngineModel(ServingModel):
             launch_folder=folder,
         )
         self._server = LinkServer(self._host.loop, handshake, socket_path(os.getppid()))
-        threading.Thread(target=drain_when_asked, args=(folder, self._drain), name="drain", daemon=True).start()
         self._is_finalizing, self._is_retired = threading.Event(), False
+        threading.Thread(target=drain_when_asked, args=(folder, self._drain), name="drain", daemon=True).start()
         self._retirement = threading.Thread(target=self._retire, name="retire", daemon=True)
         self._retirement.start()
 

@@ -29,7 +29,7 @@ from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.simulation import worlds
 from faser_backend.lab.simulation.engine import World, build_sim_engine, run_open_loop
 from faser_backend.lab.tables import Column, check_output, markdown_table
-from faser_backend.profiling.tables import table_console, terminal_table
+from faser_backend.profiling.profile import table_console, terminal_table
 from faser_backend.serving.processes import die_with_parent, terminable
 
 AT_ONCE = 9e5  # requests per second

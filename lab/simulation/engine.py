@@ -12,8 +12,8 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.ports import Partition
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.lab.answers import Answer, summarise
@@ -23,8 +23,7 @@ from faser_backend.lab.simulation.acceptance import VOCAB_SIZE, AcceptanceProces
 from faser_backend.lab.simulation.ports import SimClock, SimLanes, SimProposer, SimRunner, SimSampler
 from faser_backend.lab.steps import StepLog, figures
 from faser_backend.lab.traces import Trace
-from faser_backend.pipeline.assembly import Ports, assemble
-from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.engine import Engine, Ports, assemble
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer

@@ -148,6 +148,13 @@ def test_guided_answers_have_their_form(llm: LLM):
     assert '"is_tall"' in GuidedDecodingParams(json=Person).guide()
 
 
+def test_any_number_of_grammars_may_be_asked_for_at_once(llm: LLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("faser_backend.text.guides.MAX_COMPILED", 1)
+    wanted = [f"a{number}" for number in range(80)]  # more than may wait to be compiled
+    params = [SamplingParams(guided_decoding=GuidedDecodingParams(regex=each)) for each in wanted]
+    assert texts_of(llm.generate(["x"] * len(wanted), params)) == wanted
+
+
 def test_an_answer_that_fails_leaves_the_others(llm: LLM):
     endless = SamplingParams(max_tokens=24, guided_decoding=GuidedDecodingParams(json=SCHEMAS["recursive later"]))
     lost, kept = llm.generate(["x", "y"], [endless, SAMPLED])

@@ -8,8 +8,8 @@ import pytest
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.frontier import Frontier
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.ports import DraftTokens, Lanes, ModelRunner, Partition
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.cuda.sampler import TorchSampler

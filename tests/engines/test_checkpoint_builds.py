@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from faser_backend.core.errors import ManifestError
 from faser_backend.engines.arrays import BFLOAT16, converted_blocks
 from faser_backend.engines.build import build_engines
+from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
@@ -93,6 +94,10 @@ def test_sharded_checkpoints_give_the_same_engine(source: Path, tmp_path: Path) 
     assert len(list(sharded.glob("*.safetensors"))) > 2
     single, parts = (build_engines(path, path, tmp_path / f"engine{i}") for i, path in enumerate((source, sharded)))
     assert single == parts
+    shutil.copy(source / "model.safetensors", sharded)  # beside the index of weights that are gone
+    for shard in sharded.glob("model-*.safetensors"):
+        shard.unlink()
+    assert build_engines(sharded, sharded, tmp_path / "engine") == single
 
 
 def test_tensors_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
@@ -100,10 +105,14 @@ def test_tensors_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
     plain = write_model(random_model("qwen2_tied"), tmp_path / "plain")
     laden = shutil.copytree(plain, tmp_path / "laden")
     tensors = load_file(laden / "model.safetensors")
-    tensors["lm_head.weight"] = np.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
     tensors["model.layers.1.self_attn.rotary_emb.inv_freq"] = np.ones(4, np.float32)
     save_file(tensors, laden / "model.safetensors")
     assert build_engines(plain, plain, tmp_path / "a") == build_engines(laden, laden, tmp_path / "b")
+    tensors["lm_head.weight"][3, 4] += 1
+    save_file(tensors, laden / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight is not the embedding: tie_word_embeddings is wrong"):
+        build_engines(laden, laden, tmp_path / "c")
 
 
 @pytest.mark.parametrize("block", [1, 7, 1 << 23])

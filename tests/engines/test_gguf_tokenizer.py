@@ -63,8 +63,8 @@ def byte_level_parts(num_tokens: int = 600) -> tuple[list[str], list[str]]:
 
 def byte_level(writer: gguf.GGUFWriter, *, pre: str | None = "gpt-2", adds_begin: bool | None = False) -> None:
     tokens, merges = byte_level_parts()
-    types = [1] * len(tokens) + [CONTROL, CONTROL, USER_DEFINED, USER_DEFINED, UNUSED]
-    tokens += ["<|end|>", "<s>", "<think>", "</think>", f"[PAD{len(tokens) + 4}]"]
+    types = [1] * len(tokens) + [CONTROL, CONTROL, CONTROL, USER_DEFINED, USER_DEFINED, UNUSED]
+    tokens += ["<|end|>", "<|eot_id|>", "<s>", "<think>", "</think>", f"[PAD{len(tokens) + 5}]"]
     add_vocabulary(writer, tokens, pre=pre, types=types, merges=merges, end_id=tokens.index("<|end|>"))
     writer.add_bos_token_id(tokens.index("<s>"))
     writer.add_eot_token_id(tokens.index("<s>"))
@@ -147,11 +147,10 @@ def test_special_and_end_tokens_template_and_padding_come_from_the_file(tmp_path
     checkpoint = open_checkpoint(written(tmp_path, byte_level))
     vocabulary = read_tokenizer(checkpoint.directory / "tokenizer.json").vocabulary
     end, begin = vocabulary["<|end|>"], vocabulary["<s>"]
-    assert checkpoint.fields.values["eos_token_id"] == [end, begin]  # end of text, end of turn
+    assert checkpoint.fields.values["eos_token_id"] == [end, begin, vocabulary["<|eot_id|>"]]
     added = json.loads((checkpoint.directory / "tokenizer.json").read_text())["added_tokens"]
     assert {token["content"]: token["special"] for token in added} == {
-        "<|end|>": True,
-        "<s>": True,
+        **dict.fromkeys(("<|end|>", "<|eot_id|>", "<s>"), True),
         "<think>": False,
         "</think>": False,
     }
@@ -176,7 +175,7 @@ def test_the_engine_directory_reads_and_chats_as_the_file_says(tmp_path: Path):
     finally:
         served.close()
     vocabulary = read_tokenizer(directory / "tokenizer.json").vocabulary
-    assert manifest.end_ids == (vocabulary["<|end|>"], vocabulary["<s>"])
+    assert manifest.end_ids == tuple(vocabulary[token] for token in ("<|end|>", "<s>", "<|eot_id|>"))
     assert manifest.target.spec.vocab_size == len(vocabulary) < manifest.target.spec.padded_vocab_size
 
 

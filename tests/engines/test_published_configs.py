@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.model import ModelSpec, RopeScaling, rotary_tables
-from faser_backend.engines.checkpoint import ConfigFields
+from faser_backend.engines.checkpoint import CheckpointError, ConfigFields
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.weights import weight_sources
 
@@ -121,6 +121,8 @@ def test_older_and_newer_spellings_of_rotary_settings_agree(kind: str) -> None:
     new = {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**old["rope_scaling"], "rope_theta": 5e5}}
     assert spec_of("Llama-2-7b", **old) == spec_of("Llama-2-7b", **new)
     assert spec_of("Llama-2-7b", **old).rope_scaling == RopeScaling("linear", 2.0)
+    with pytest.raises(CheckpointError, match=r"rope_scaling = .*: must be rope_parameters"):
+        spec_of("Llama-2-7b", **old, rope_parameters={"rope_type": "default"})
 
 
 def test_llama3_scaling_keeps_fast_frequencies_and_slows_down_the_slow_ones() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab import drive as driver
 from faser_backend.lab.answers import (

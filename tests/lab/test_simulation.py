@@ -8,7 +8,7 @@ import pytest
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, PipelineMode, TrimRule
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.lab.checks.control_worlds import call
 from faser_backend.lab.simulation.acceptance import AcceptanceProcess, demo_process
 from faser_backend.lab.simulation.engine import Outcome, World, build_sim_engine, run_open_loop

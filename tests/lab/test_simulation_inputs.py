@@ -15,7 +15,7 @@ from faser_backend.lab.simulation.costs import kv_capacity_tokens, roofline
 from faser_backend.lab.simulation.worlds import roofline_world, spread_levels
 from faser_backend.policy.cost_model import DRAFT, TARGET
 from faser_backend.policy.early_exit import logits
-from tests.lab.test_traces import HEADER, csv
+from tests.lab.test_replay import HEADER, csv
 
 __all__ = ["csv"]  # a fixture
 

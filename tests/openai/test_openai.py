@@ -20,6 +20,7 @@ from faser_backend.lab.checks.servers import free_ports
 from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.server import callers_of, run_openai
+from faser_backend.openai.tools import CallFinder, TaggedForm
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from tests.support.chat_templates import HERMES
 from tests.support.clients import metric, wait_for_free_blocks
@@ -258,6 +259,16 @@ def test_a_response_calls_a_function_and_its_events_build_the_call(api: Api, cho
     talk = [{"role": "user", "content": "Weather in Rome?"}, call.model_dump(), result]
     more = ask(api, ResponsesBody, input=talk, tools=[FLAT_WEATHER], tool_choice="none", max_output_tokens=4)
     assert more.output[0].type == "message" and more.usage.input_tokens > 20
+
+
+@pytest.mark.parametrize("size", [1, 3, 999])
+def test_calls_and_the_text_beside_them_do_not_depend_on_steps(size: int):
+    call = '<tool_call>{"name": "f", "arguments": {"html": "</tool_call>"}}</tool_call>'
+    written, finder = f"Look: {call}\n\nDone {call}\n", CallFinder(TaggedForm, is_single=False)
+    pieces = [written[start : start + size] for start in range(0, len(written), size)]
+    text = "".join(finder.read(piece, is_last=piece is pieces[-1])[0] for piece in pieces)
+    found = [json.loads(each.arguments) for each in finder.calls]
+    assert text == "Look: \n\nDone" and found == [{"html": "</tool_call>"}] * 2
 
 
 def test_beside_tools_an_answer_that_is_no_call_keeps_to_its_format(api: Api):

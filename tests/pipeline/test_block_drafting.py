@@ -7,7 +7,7 @@ import pytest
 
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.cpu.draft_runners import LlvmBlockRunner
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Request, Sampling
 from faser_backend.pipeline.acceptance import accept_by_rejection
 from faser_backend.policy.gp_lcb import GpLcb

@@ -16,7 +16,7 @@ import pytest
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Request, Sampling
 from faser_backend.pipeline.engine import Engine, EngineMetrics
 from faser_backend.policy.calibration import DrafterChoice

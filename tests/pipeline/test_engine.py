@@ -100,6 +100,20 @@ def test_stop_request_is_a_normal_shorter_answer():
     assert not engine.has_work
 
 
+def test_an_ending_during_submission_takes_effect_behind_it(monkeypatch: pytest.MonkeyPatch):
+    engine, _ = fake_engine("fixed:2")
+    acquire = engine.adapters.acquire
+
+    def meanwhile(asked: Request):
+        assert engine.end("a", FinishReason.STOPPED) and engine.step() == []
+        return acquire(asked)
+
+    monkeypatch.setattr(engine.adapters, "acquire", meanwhile)
+    engine.submit(request("a", [1, 2, 3], 60))
+    (final,) = engine.step()
+    assert final.finish_reason is FinishReason.STOPPED and not engine.has_work
+
+
 def test_a_runtime_without_adapters_refuses_them():
     with pytest.raises(ConfigError, match="lora = 'red': this engine's runtime computes no adapters"):
         fake_engine("none")[0].adapters.load("red", {})

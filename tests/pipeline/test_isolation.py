@@ -5,6 +5,8 @@ The other seven keep the tokens of an undisturbed run, no step counts as failed,
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
@@ -344,4 +346,45 @@ def test_an_answer_that_cannot_be_made_or_sent_ends_alone(fails: str, monkeypatc
         assert (failure.code, failure.field) == (ErrorCode.INTERNAL, "text_output")
     frontend.drain()
     frontend.close()
+    loop.close()
+
+
+def test_a_client_that_leaves_during_submission_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = EngineLoop(open_fake("none").engine)
+    submit, client = loop.engine.submit, Client("is_cancelled")
+    monkeypatch.setattr(loop.engine, "submit", lambda asked: time.sleep(0.1) or submit(asked))
+    frontend = Frontend(loop.subscribe(), replace(HANDSHAKE, cancellation_period_s=0.001), is_decoupled=True)
+    frontend.handle(token_request(1, 2, 3, max_tokens=40), "", client)
+    failure = client.ends.get(timeout=10)
+    assert failure is not None and failure.code is ErrorCode.CANCELLED
+    frontend.close()
+    loop.close()
+
+
+@pytest.mark.parametrize("policy", ["faser", "survival"])
+def test_an_answer_that_fails_before_its_first_token_leaves_the_policy_able_to_decide(policy: str) -> None:
+    engine, poisoned = open_fake(policy).engine, Sampling(grammar=ParityGrammar("allowed"))
+    drive(engine, [request("lost", [1, 2, 3], 9, draft_ids=(3, 4), sampling=poisoned)])
+    tokens = drive(engine, [request(f"r{n}", [1, 2, n], 9, draft_ids=(3, 4)) for n in range(3)]).tokens
+    assert [len(each) for each in tokens.values()] == [9, 9, 9]
+
+
+def test_an_error_behind_a_step_ends_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = open_fake("fixed:2", behind=deque())
+    monkeypatch.setattr(fake.step_runner.scheduler.policy, "observe", lambda _: 1 / 0)
+    loop = EngineLoop(fake.engine)
+    requests = loop.subscribe()
+    requests.submit(request("r", [1, 2, 3], 60), "")
+    while not (last := requests.outputs.get(timeout=10)[-1]).is_final:
+        pass
+    assert last.error is not None and last.error.code is ErrorCode.UNAVAILABLE
+    loop.close()
+
+
+def test_the_garbage_collector_may_end_a_stream_while_the_loop_sends() -> None:
+    loop = EngineLoop(open_fake("none").engine, on_finished=lambda *_: abandoned.close())
+    abandoned, requests = loop.subscribe(), loop.subscribe()
+    requests.submit(request("r", [1, 2, 3], 3), "")
+    while not requests.outputs.get(timeout=10)[-1].is_final:
+        pass
     loop.close()

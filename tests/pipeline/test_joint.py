@@ -8,7 +8,7 @@ import pytest
 
 from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.trim import admit, admit_by_price

@@ -8,7 +8,7 @@ import pytest
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import PipelineMode
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import FinishReason, Request
 from faser_backend.pipeline import prefill, verify
 from tests.pipeline.test_engine import alone, random_requests

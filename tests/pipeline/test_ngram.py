@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.plan import PrefillChunk
+from faser_backend.core.plan import PrefillChunk, StepRecord
 from faser_backend.core.ports import Partition
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request, Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.ngram import NgramIndex, NgramProposer

@@ -8,7 +8,7 @@ import pytest
 
 from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.pipeline.trim import admit, admit_by_price, chances, continues, expected_gain
 from faser_backend.policy.calibration import sigmoid
 from faser_backend.policy.registry import parse_policy

@@ -39,7 +39,11 @@ torch.set_num_threads(1)
 def test_interpreted_kernels_match_their_references():
     files = [f"tests/support/interpreted_{name}.py" for name in ("kernels", "plugin_kernels", "segment")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", *files],
+        [
+            sys.executable,
+            *["-m", "pytest", "-W", "ignore", "-p", "no:cacheprovider", "-p", "tests.support.fast_interpreter"],
+            *files,
+        ],
         cwd=ROOT,
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,

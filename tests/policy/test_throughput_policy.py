@@ -9,8 +9,7 @@ import pytest
 
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.plan import InFlight, PrefillChunk
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import InFlight, PrefillChunk, StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.lab.checks import control_worlds

@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.ports import Lanes
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import ModelProposer

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from faser_backend.core.decision import WHOLE, Decision, ExitView, PipelineMode, Pruner, TrimRule
-from faser_backend.core.record import StepRecord
+from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import MatchCalibration, logits
 from faser_backend.policy.early_exit import EarlyExit, ExitCalibration

@@ -7,15 +7,13 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.plan import InFlight, StepPlan
+from faser_backend.core.plan import InFlight, StepPlan, StepRecord
 from faser_backend.core.ports import Lanes, Partition
-from faser_backend.core.record import StepRecord
 from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.cpu.sampler import NumpySampler
-from faser_backend.pipeline.assembly import Ports, assemble
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.pipeline.engine import Engine
+from faser_backend.pipeline.engine import Engine, Ports, assemble
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer

@@ -54,10 +54,12 @@ def test_random_tokens_stream_to_the_unary_text(kind, includes_stop):
             assert text == tokenizer.decode(token_ids)
 
 
-@pytest.mark.parametrize("text", ["Größe - naïve café", "東京🙂👍🏽", "  two leading spaces", "\n\ttab", ""])
-def test_text_survives_one_token_at_a_time(text):
-    stream = AnswerStream(TOKENIZERS["byte_level"])
-    tokens, _ = stream.add(EngineOutput("", TOKENIZERS["byte_level"].encode(text)))
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("text", ["Größe - naïve café", "東京🙂🙂🙂👍🏽 x", "  two leading spaces", "\n\ttab", ""])
+def test_text_survives_one_token_at_a_time(text, kind):
+    token_ids = TOKENIZERS[kind].encode(text)
+    stream = AnswerStream(TOKENIZERS[kind], token_ids)
+    tokens, _ = stream.add(EngineOutput("", token_ids))
     assert all("\ufffd" not in token.text for token in tokens)
     assert "".join(token.text for token in tokens) + stream.finish() == text
 

@@ -12,7 +12,7 @@ from faser_backend.engines.tokenizer_files import read_prompts, read_tokenizer
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.model_source import DEMO_PAIR, demo_engine_dir
 from faser_backend.text.prompts import PromptFormat
-from faser_backend.text.tokenizer import TextTokenizer
+from faser_backend.text.tokenizer import TextTokenizer, load_tokenizer
 from tests.support.chat_templates import CHATML, USER
 from tests.support.serving_pair import END_ID, byte_level_tokenizer, write_pair
 from tests.support.tiny_models import random_model
@@ -105,6 +105,15 @@ def test_a_checkpoints_own_config_is_copied_as_it_is(pair: Path) -> None:
     theirs = check_engine_dir(directory)
     assert (directory / CONFIG).read_bytes() == content
     assert (theirs.eos_token, theirs.model_max_length) == ("<|end|>", 77)
+
+
+def test_lengths_that_a_training_left_in_a_tokenizer_cut_and_fill_no_prompt(pair: Path) -> None:
+    tokenizer = byte_level_tokenizer()
+    expected = tokenizer.encode("some words").ids
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(pair / "tokenizer.json"))
+    assert load_tokenizer(pair / "tokenizer.json").encode("some words").ids == expected
 
 
 def test_a_template_in_a_file_of_its_own_comes_along(pair: Path) -> None:

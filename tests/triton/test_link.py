@@ -204,6 +204,23 @@ def test_requests_over_the_link_get_the_tokens_that_they_get_without_it(path: Pa
     assert [(error.field, str(error)[:20]) for error in errors] == [("max_tokens", "max_tokens = 1000000")]
     link.close()
     assert link.outputs.get(timeout=5) is None
+    with pytest.raises(FailedError, match="the engine process is gone"):
+        link.submit(request("late", [1]), "")
+
+
+def test_an_unexpected_error_is_its_requests_alone_and_a_server_that_closes_ends_its_links(tmp_path, monkeypatch):
+    engine, _ = fake_engine()
+    loop = EngineLoop(engine)
+    server, acquire = LinkServer(loop, HANDSHAKE, tmp_path / "engine.sock"), engine.adapters.acquire
+    monkeypatch.setattr(engine.adapters, "acquire", lambda one: acquire(one) if one.request_id == "good" else 1 / 0)
+    link = SocketLink(tmp_path / "engine.sock", 5.0)
+    for name in ("bad", "good"):
+        link.submit(request(name, [1], 1), "")
+    ended = {output.request_id: output for _ in range(2) for output in link.outputs.get(timeout=10) or []}
+    assert ended["bad"].error is not None and ended["good"].is_final and ended["good"].error is None
+    server.close()
+    assert link.outputs.get(timeout=5) is None
+    loop.close()
 
 
 BAD_BYTES = [

@@ -1,4 +1,4 @@
-"""A start verifies weights once or by time stamp, says how far it is, and has time for a model of 64 GB."""
+"""A start verifies weights once or by time stamp, has time for 64 GB, and warms up without traces."""
 
 import os
 import shutil
@@ -17,17 +17,18 @@ import pytest
 
 from faser_backend import manifest as manifest_module
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.errors import ConfigError, ManifestError, RequestError, UnavailableError
+from faser_backend.core.errors import ConfigError, FaserError, ManifestError, RequestError, UnavailableError
+from faser_backend.core.request import Limits
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import MODEL_REPO
 from faser_backend.serving import runtimes
-from faser_backend.serving.compose import build_engine
+from faser_backend.serving.compose import build_engine, warm_up, warm_up_batches
 from faser_backend.serving.loading import CHECKING, PhaseDisplay
 from faser_backend.serving.parameters import START_TIMEOUT_S, ServingOptions
 from faser_backend.triton.engine_host import EngineHost
 from faser_backend.triton.launch import check_engine
-from tests.support.harness import drive, request
+from tests.support.harness import drive, open_fake, request
 from tests.support.tiny_models import write_checkpoint
 
 NUM_BYTES = 64 * 10**9
@@ -186,3 +187,33 @@ def test_models_import_from_pythonpath_which_tritons_interpreter_ignores(path: P
     code = f"import runpy; print(runpy.run_path({str(path)!r})['TritonPythonModel'])"
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     assert subprocess.check_output([sys.executable, "-I", "-c", code], env=environment, text=True) == "of PYTHONPATH\n"
+
+
+def test_batches_grow_to_the_most_that_may_run_and_fit_the_context():
+    batches = list(warm_up_batches(Limits(vocab_size=50, max_context=20), 12, 256))
+    assert [len(batch) for batch in batches] == [1, 1, 1, 2, 2, 4, 4, 8, 8, 12, 12]
+    for batch in batches:
+        for each in batch:
+            each.validate(Limits(50, 20))
+            assert each.prompt_ids.max() < 50
+
+
+def test_leaves_an_engine_as_it_was():
+    engine = open_fake("fixed:2").engine
+    seen = []
+    engine.step_runner.observers.append(seen.append)
+    observers = engine.step_runner.observers[:]
+    warm_up(engine, max_num_seqs=4, max_prefill_tokens=8)
+    assert not seen, "policies and listeners hear nothing of it"
+    assert engine.step_runner.observers == observers
+    metrics = engine.metrics()
+    assert (metrics.num_steps, metrics.num_emitted) == (0, 0)
+    assert not engine.has_work
+    engine.check_integrity()
+
+
+def test_a_step_that_fails_is_told():
+    fake = open_fake("none")
+    fake.targets[0].fails_at_call = 3
+    with pytest.raises(FaserError, match="warm-up with 1 requests: the step of this request failed"):
+        warm_up(fake.engine, max_num_seqs=1, max_prefill_tokens=8)
