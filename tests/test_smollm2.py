@@ -60,7 +60,7 @@ def test_it_answers_a_question(engine_dir: Path):
 
 def test_its_logits_equal_those_of_transformers(file: Path, engine_dir: Path):
     manifest = EngineManifest.load(engine_dir)
-    assert manifest.target.spec.checkpoint_dtype == "F16" and manifest.end_ids == (2,)
+    assert manifest.target.spec.checkpoint_dtype == "F16" and manifest.end_ids == (2, 0)
     stored = manifest.target.weight_format
     assert stored.title == "int4 (embedding and head int8)" and stored.rounded == "", "the numbers are the file's"
     tokenizer = TextTokenizer.from_file(engine_dir / manifest.tokenizer.name, PromptFormat())

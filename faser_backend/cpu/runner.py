@@ -82,11 +82,14 @@ class Helper:
         self._errors: SimpleQueue[BaseException | None] = SimpleQueue()
         self._thread: Thread | None = None
 
-    def start(self, kernel: Kernel, arguments: tuple) -> None:
-        """Starts a kernel; the first call starts the thread, on the caller's cores."""
+    def open(self) -> None:
+        """Starts the thread on the caller's cores, unless it runs."""
         if self._thread is None:
-            self._thread = Thread(target=self._serve, name="kernels", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._serve, name="kernels", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def start(self, kernel: Kernel, arguments: tuple) -> None:
         self._work.put((kernel, arguments))
 
     def wait(self) -> BaseException | None:
@@ -297,6 +300,8 @@ class LlvmRunner:
 
     def _on_all_threads(self, kernel: Kernel, calls: list[tuple]) -> None:
         """Calls the kernel once per call, the first time on this thread; returns or raises when all have ended."""
+        for helper in self._helpers[: len(calls) - 1]:
+            helper.open()  # all, before one of them waits for the others at a barrier
         for helper, call in zip(self._helpers, calls[1:], strict=False):
             helper.start(kernel, call)
         try:

@@ -223,7 +223,7 @@ class NumpySampler:
         """
         scores = logits.take(index, axis=0)
         slots = rows.slots[index]
-        known = self.parameters
+        known, highest = self.parameters, scores.max(axis=1)  # before rules, which may hide what is unusable
         if known.has_rules[slots].any():
             try:
                 self._rules.apply(scores, rows, index)
@@ -231,7 +231,7 @@ class NumpySampler:
                 self._apply_by_slot(logits, scores, rows, index)
             all_forbidden = np.flatnonzero(scores.max(axis=1) == -np.inf)
             scores[all_forbidden] = logits[index[all_forbidden]]
-        unusable = ~np.isfinite(scores.max(axis=1))
+        unusable = ~np.isfinite(highest + scores.max(axis=1))
         scores[unusable] = 0.0  # filters need finite numbers
         scores *= known.inverse_temperature[slots, None]
         top_k, top_p, min_p = known.top_k[slots], known.top_p[slots], known.min_p[slots]

@@ -24,7 +24,6 @@ _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _open_files: WeakValueDictionary[tuple[Path, int, int, int], WeightFile] = WeakValueDictionary()
 _opening = threading.Lock()
 _log = logging.getLogger(__name__)
-
 _ATTENTION = ("q", "k", "v", "attention_out")
 _MLP = ("gate", "up", "down")
 _VECTORS = ("input_norm", "mlp_norm", "q_bias", "k_bias", "v_bias", "attention_out_bias", "gate_bias", "up_bias")

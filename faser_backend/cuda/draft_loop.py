@@ -17,7 +17,7 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import DraftTokens
 from faser_backend.cuda.buffers import NO_SLOT
-from faser_backend.cuda.call_shapes import CallBounds
+from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, CallBounds
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import (
@@ -70,14 +70,14 @@ class TorchDraftLoop:
         num_candidates: the number that a policy may request, or 0. It writes no pool.
         """
         counts = [0, num_candidates] if num_candidates else [0]
-        sizes = product(range(1, max_num_seqs + 1), (1, self._runner.spec.max_context))
+        sizes = product(range(1, min(max_num_seqs, MAX_GRAPH_ROWS) + 1), (1, self._runner.spec.max_context))
         known = dict.fromkeys(self._runner.shapes.of_decode(*size) for size in sizes)
         for shape in product(known, counts, (False, True)):
             self._chains[ChainShape(*shape)].warm_up()
 
     def can_draft(self, slots: np.ndarray) -> bool:
-        """See core.ports.DraftLoop. Rules need the host before each draw."""
-        return not self._sampler.has_rules(slots)
+        """See core.ports.DraftLoop. Rules need the host before each draw; larger steps cannot share their logits."""
+        return slots.size <= MAX_GRAPH_ROWS and not self._sampler.has_rules(slots)
 
     @on_share
     def draft(

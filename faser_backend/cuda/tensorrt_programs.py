@@ -29,7 +29,6 @@ from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, import_ten
 from faser_backend.runtime_spec import RUNTIMES
 
 logger = logging.getLogger(__name__)
-
 ALIGNMENT = 256  # bytes, of activation memory
 
 

@@ -29,7 +29,6 @@ MAX_PARTS = 1024  # per message
 MAX_CALLS = 128  # per message; also the most tools per request
 MAX_BIASES = 1024
 MAX_METADATA = 16
-
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Real = Annotated[float, Field(allow_inf_nan=False)]
 FIRST: Any = Field(fail_fast=True)  # in a list: an error per bad entry would take seconds and gigabytes
@@ -67,7 +66,7 @@ class Body(_Fields):
     top_p: Annotated[Real, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     stream_options: Annotated[StreamOptions, BeforeValidator(lambda it: {} if it is None else it)] = StreamOptions()
-    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None

@@ -12,7 +12,6 @@ from starlette.responses import JSONResponse
 from faser_backend.core.errors import ErrorCode, Failure, FaserError
 
 _LOG = logging.getLogger(__name__)
-
 ANSWERS = {  # the HTTP status and OpenAI's `code`
     ErrorCode.INVALID: (400, None),
     ErrorCode.TOO_LONG: (400, "context_length_exceeded"),

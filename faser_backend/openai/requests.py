@@ -152,7 +152,7 @@ def _sampling(body: Body, vocab_size: int) -> Sampling:
     given = {
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "top_k": None if body.top_k == -1 else body.top_k,
-        "seed": secrets.randbits(63) if body.seed is None else body.seed,
+        "seed": secrets.randbits(63) if body.seed is None else body.seed % 2**64,
         "logit_bias": _logit_bias(getattr(body, "logit_bias", None) or {}, vocab_size),
     }
     for name in ("top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"):

@@ -235,8 +235,7 @@ class CallFinder:
         self._is_single, self._space = is_single, ""
 
     def read(self, text: str, *, is_last: bool) -> tuple[str, list[FunctionCall]]:
-        """Returns new text and new calls. Drops white space at the end of a text with calls and, if is_single, all but
-        one call."""
+        """Returns new text and calls. Drops white space at the end beside calls and, if is_single, further calls."""
         if self._form is None:
             return text, []
         text, calls = self._form.push(text)

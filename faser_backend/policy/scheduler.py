@@ -15,7 +15,7 @@ from faser_backend.core.decision import Decision, PipelineMode
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan, StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
-from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy
+from faser_backend.policy.speculation import MAX_DRAFT_LAG, MAX_DRAFT_TOKENS, SpeculationPolicy
 
 FIRST_ROWS = 64  # of prompts beside decodes, before their time is known
 ENOUGH_ROWS = 0.25  # of max_prefill_tokens: so many cost little more in a step of their own
@@ -105,7 +105,7 @@ class Scheduler:
             num_ready = in_flight.get(sequence, 0)
             cap = sequence.request.max_draft_tokens
             usable = sequence.num_remaining_tokens - num_ready - 1
-            wanted = max(0, min(chosen, usable if cap is None else min(cap, usable)))
+            wanted = max(0, min(chosen, MAX_DRAFT_TOKENS, usable if cap is None else min(cap, usable)))
             if wanted and not self._catch_up(plan, sequence):
                 wanted = 0
             if mode is PipelineMode.SERIAL:

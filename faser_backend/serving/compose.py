@@ -39,7 +39,6 @@ from faser_backend.serving.loading import log, size_text
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 _log = logging.getLogger(__name__)
-
 MIN_CONTEXT = 256  # tokens; less is of no use to anyone
 
 

@@ -22,7 +22,6 @@ from faser_backend.runtime_spec import RUNTIMES
 from faser_backend.serving.loading import CHECKING, log, size_text
 
 HEADER_SCHEME = "posix_prefix"  # Triton-language's, even if a distribution's default is another
-
 AnyRuntime = Runtime[Any, Any]
 
 

@@ -253,7 +253,7 @@ class TestEdges:
     )
     @pytest.mark.parametrize("value", [math.nan, math.inf, NEG_INF])
     def test_unusable_logits_give_no_token_in_their_row_alone(self, sampling: Sampling, value: float) -> None:
-        sampler = single_slot(sampling, end_ids=(0,))
+        sampler = single_slot(sampling, end_ids=(2,))
         sampler.add(0, Sampling(temperature=0.5), np.array([1]), 1, ())
         logits = np.zeros((3, 4), np.float32)
         rows = one_row_each(np.array([0, 1, 1]))

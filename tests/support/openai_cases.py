@@ -51,7 +51,7 @@ _SHARED = {
     "top_p": Field(0.9),
     "stream": Field(False, "server-sent events"),
     "stream_options": Field({"include_usage": True}, "include_usage, continuous_usage_stats", {"stream": True}),
-    "seed": Field(7, "repeats the answer, whatever else runs; default: a fresh one"),
+    "seed": Field(-7, "repeats the answer, whatever else runs; default: a fresh one"),
     "frequency_penalty": Field(0.5),
     "presence_penalty": Field(0.5),
     "top_k": Field(5, "extension: -1 and 0 turn it off"),

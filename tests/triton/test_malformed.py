@@ -15,7 +15,7 @@ from tests.support.refusals import edit_json, refuses_build
 from tests.support.tiny_models import random_model, write_model
 
 Words = list[str]
-WEIGHTS = "model.safetensors"
+WEIGHTS, SHARD = "model.safetensors", "shard.safetensors"
 INDEX = "model.safetensors.index.json"
 UP = "model.layers.1.mlp.up_proj.weight"
 
@@ -77,6 +77,8 @@ def test_an_end_id_that_is_none(name: str, end_id: object, checkpoint: Path) -> 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json", INDEX])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"[" * 100_000, b"\xff\xfe{}"])
 def test_a_json_file_that_is_none(name: str, content: bytes, checkpoint: Path) -> None:
+    if name == INDEX:
+        (checkpoint / WEIGHTS).unlink()
     (checkpoint / name).write_bytes(content)
     refuses(checkpoint, [name])
 
@@ -147,11 +149,12 @@ def test_pickled_weights_are_not_opened(checkpoint: Path) -> None:
         (None, ["weight_map", "None"]),
         ({UP: "../model.safetensors"}, [UP, "../model.safetensors", "plain file name"]),
         ({UP: "model-00009-of-00009.safetensors"}, ["model-00009-of-00009.safetensors", "missing"]),
-        ({"model.of.another": WEIGHTS}, [WEIGHTS, "model.of.another", "missing"]),
-        ({UP: WEIGHTS}, ["embed_tokens", "missing"]),
+        ({"model.of.another": SHARD}, [SHARD, "model.of.another", "missing"]),
+        ({UP: SHARD}, ["embed_tokens", "missing"]),
     ],
 )
 def test_an_index_that_leads_astray(weight_map: object, words: Words, checkpoint: Path) -> None:
+    (checkpoint / WEIGHTS).rename(checkpoint / SHARD)
     (checkpoint / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     refuses(checkpoint, words)
 

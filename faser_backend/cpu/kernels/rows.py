@@ -14,7 +14,6 @@ from faser_backend.cpu.kernels.vectors import exp2
 
 LOG2_E = np.float32(np.log2(np.e))
 ONE = np.float32(1)
-
 inlined = numba.njit(forceinline=True, **WITHIN_KERNELS)
 spliced = numba.njit(inline="always", **WITHIN_KERNELS)
 # For sums of a whole row. Their order depends on the row's size alone, because each loop is compiled once.
