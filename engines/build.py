@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 # Bytes per weight, about.
 BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "int8": 1.0, "int4": 0.5}
-
 Progress = Callable[[str, int, int], None]
 
 

@@ -94,6 +94,8 @@ def _refuse_windows(fields: ConfigFields) -> None:
     """Refuses sliding windows, unless they are disabled, as in Qwen's configs: use_sliding_window = false."""
     if fields.values.get("model_type") == "mistral":
         fields.must_be("sliding_window")
+        if "sliding_window" not in fields.values and fields.count("max_position_embeddings", MAX_CONTEXT) > 4096:
+            raise fields.error("sliding_window", "absent", "means 4096 tokens; full attention is null")
     fields.must_be("use_sliding_window", False)
     kinds = fields.values.get("layer_types") or []
     if not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds):

@@ -90,7 +90,6 @@ TYPES = (
 )  # fmt: skip
 READERS_OWN = "GGUF."  # keys that the package adds to the metadata
 MAX_VALUES = 1 << 22  # of a header, with its lists' elements; two for each text
-
 SCALES = "F16"  # the number format of all quantised types' scales
 NUMBERS_AT_ONCE = 1 << 20
 

@@ -20,7 +20,6 @@ MAX_ELEMENTS = (1 << 31) - 1  # of a tensor
 USUAL_NUM_SEQS = 8
 USUAL_VERIFY_ROWS = 5
 USUAL_CONTEXT = 512
-
 Range = tuple[int, int, int]
 Shape = tuple[int, ...]
 

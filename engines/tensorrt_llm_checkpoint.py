@@ -240,6 +240,7 @@ def translated(fields: ConfigFields, *, has_head: bool) -> dict[str, Any]:
     return config | {
         "model_type": ARCHITECTURES[architecture],
         "hidden_act": "silu",
+        "sliding_window": None,
         "tie_word_embeddings": not has_head,
     }
 

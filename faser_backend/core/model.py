@@ -28,7 +28,6 @@ Width = Annotated[int, Field(ge=1, le=MAX_WIDTH)]
 NumHeads = Annotated[int, Field(ge=1, le=MAX_HEADS)]
 NumExperts = Annotated[int, Field(ge=0, le=MAX_EXPERTS)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
 WEIGHT_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 
 

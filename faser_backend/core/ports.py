@@ -20,7 +20,6 @@ from faser_backend.core.request import Sampling
 # An array on the runner's device: numpy on a CPU, a tensor on a GPU. Runners make them, runners and samplers read them,
 # the pipeline passes them on.
 DeviceArray: TypeAlias = Any
-
 Verified = TypeVar("Verified")
 Proposed = TypeVar("Proposed")
 

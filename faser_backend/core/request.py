@@ -67,9 +67,11 @@ class Sampling:
         _check_real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        for token_id, bias in (self.logit_bias or {}).items():
+        biases = self.logit_bias or {}  # as many as the vocabulary has tokens, perhaps
+        for token_id in (min(biases), max(biases)) if biases else ():
             _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
-            if math.isnan(bias) or bias == math.inf:
+        for token_id, bias in biases.items():
+            if not bias < math.inf:  # or NaN
                 raise RequestError(f"logit_bias[{token_id}]", bias, "must be a number below +inf")
         _check_words("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_TOKENS, vocab_size)
 
@@ -198,6 +200,8 @@ class EngineOutput:
     # ids of the best (exact below 2^24) and theirs
     context_log_probs: np.ndarray | None = None
     generation_logits: np.ndarray | None = None  # [len(token_ids), vocab_size] float32, where the request wants them
+    # What `condense` makes of these: each token's rank, and (token id, log-probability) of the best, the best first.
+    alternatives: list[tuple[int, list[tuple[int, float]]]] | None = None
 
     @property
     def is_final(self) -> bool:

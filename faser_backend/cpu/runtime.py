@@ -20,7 +20,6 @@ from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, Op
 from faser_backend.manifest import EngineManifest, ModelEngine
 
 KV_MEMORY_SHARE = 0.25  # of free memory
-
 Split = tuple[CorePartition, CorePartition]  # (draft, target)
 
 

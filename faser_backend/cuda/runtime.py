@@ -41,13 +41,11 @@ from faser_backend.manifest import EngineManifest, ModelEngine
 _log = logging.getLogger(__name__)
 MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # hardware queues: with too few, streams wait for each other
 NUM_CONNECTIONS = "32"  # the maximum
-
 CPU_MEMORY_SHARE = 0.25
 # The least SMs of a share without a profile. Fewer have a small part of the memory bandwidth, so even a small draft
 # would take longer on them than the target takes to verify.
 MIN_GUESSED_SMS = 16
 USUAL_DRAFT_TOKENS = 4  # assumed per overlapped step when ordering splits without a profile
-
 Share = SmPartition | CorePartition
 
 

@@ -39,7 +39,6 @@ from faser_backend.plugins.rotate_heads import rotate_heads
 
 Tensors = Mapping[str, torch.Tensor]
 Rotated = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # queries, keys and values, by head
-
 MANY_VERIFY_ROWS = 32  # as VERIFY_ROWS, for calls with at least PROMPT_ROWS rows
 
 

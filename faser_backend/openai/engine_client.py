@@ -18,10 +18,11 @@ from pathlib import Path
 
 from faser_backend.core.errors import ErrorCode, FailedError, Failure, FaserError
 from faser_backend.core.request import EngineOutput, FinishReason
+from faser_backend.openai.bodies import MAX_TOP_LOGPROBS
 from faser_backend.openai.requests import Generation
 from faser_backend.serving.request_reports import Listener, RequestLife, SequenceLife, report_ended
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.text.answer_stream import AnswerStream
+from faser_backend.text.answer_stream import AnswerStream, condense
 from faser_backend.text.guides import read_guide
 from faser_backend.triton.link import DIRECT, GONE, SocketLink, socket_id
 
@@ -57,6 +58,7 @@ class _Connection:
             self.is_gone = True
             outputs = [EngineOutput(one, [], finish_reason=FinishReason.ERROR, error=GONE) for one in self.waiting]
         for output in outputs:
+            condense(output, MAX_TOP_LOGPROBS)  # a slow reader's outputs wait in the queue
             if (queue := self.waiting.get(output.request_id)) is not None:
                 queue.put_nowait(output)
 

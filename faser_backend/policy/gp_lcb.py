@@ -32,7 +32,6 @@ SURVIVAL_FLOORS = np.array([0.0, 0.1, 0.2, 0.3, 0.45, 0.6, 0.75, 1.0])  # [P], t
 DEPTHS = np.arange(1, MAX_ADAPTIVE_TOKENS + 1)  # [K]
 LOG_BATCH_KNOTS = np.array([0.0, 2.0, 4.0, 6.0, 8.0])  # log2 of 1 to 256 requests
 LENGTH_KNOTS = np.array([0.0, 1.0, 2.0, 4.0, MAX_ADAPTIVE_TOKENS])
-
 BOUND_STDS = 1.0  # how many standard deviations below the mean the bound lies
 STEP_NOISE = 0.15  # standard deviation of the log of a step's time
 DRIFT = 0.003  # of f per step: half of the evidence is gone after 460 steps

@@ -34,7 +34,6 @@ from faser_backend.text.prompts import PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 
 MakeEngine = Callable[[EngineConfig], Engine]  # on the profiled runtime; the caller closes the engine
-
 RETENTION = 0.95  # share of the acceptable tokens that an exit keeps
 TEMPERATURES = (0.0, 0.8, 0.0, 1.0)  # half greedy
 TOKENS_EACH = 64  # longer greedy texts of small models loop, and loops are easy to draft

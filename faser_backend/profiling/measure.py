@@ -39,7 +39,6 @@ CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a 
 MIN_GROUP_CASES = 12  # that are measured whatever they cost
 DRAFT_RUN = 4  # consecutive calls of a draft sample, which is their mean
 TARGET_WARM_US = 4000.0  # of calls of its own shape, before a target sample
-
 Work = Callable[[], object]
 
 

@@ -213,6 +213,8 @@ class AnswerStream:
         if output.stats is not None:
             num_accepted = output.stats.num_accepted - (self.stats.num_accepted if self.stats else 0)
             self.stats = output.stats
+        if self._num_top:
+            condense(output, self._num_top)
         tokens = []
         for index, token_id in enumerate(output.token_ids):
             if self.is_stopped:
@@ -220,11 +222,8 @@ class AnswerStream:
             text = "" if self._decoder is None else self._match(self._decoder.push(token_id))
             log_prob = None if output.log_probs is None else output.log_probs[index]
             self.cum_log_prob += log_prob or 0.0
-            rank, top = None, ()
-            if self._num_top and output.generation_logits is not None:
-                logits = output.generation_logits[index]
-                rank, top = 1 + int((logits > logits[token_id]).sum()), best_log_probs(logits, self._num_top)
-            tokens.append(AnswerToken(token_id, text, index < num_accepted, log_prob, rank, top))
+            rank, top = output.alternatives[index] if output.alternatives else (None, [])
+            tokens.append(AnswerToken(token_id, text, index < num_accepted, log_prob, rank, top[: self._num_top]))
         if output.finish_reason is None:
             return AnswerPart(tokens)
         self.finish_reason, self.error = output.finish_reason, output.error
@@ -243,13 +242,21 @@ class AnswerStream:
         return text
 
 
+def condense(output: EngineOutput, count: int) -> None:
+    """Replaces logits by the rank of each token and the `count` best: a kilobyte instead of the vocabulary."""
+    if output.generation_logits is not None:
+        pairs = zip(output.generation_logits, output.token_ids, strict=False)
+        output.alternatives = [(1 + int((row > row[one]).sum()), best_log_probs(row, count)) for row, one in pairs]
+        output.generation_logits = None
+
+
 def best_log_probs(logits: np.ndarray, count: int) -> list[tuple[int, float]]:
     """Returns (token id, log-probability) of the `count` largest logits [vocab_size], best first; ties by lowest id."""
     count = min(count, logits.size)
     # At least `count` logits reach the least of the `count` largest maxima of blocks: few are sorted.
     size = max(1, logits.size // (8 * count))
     maxima = logits[: logits.size // size * size].reshape(-1, size).max(axis=1)
-    best = np.flatnonzero(logits >= np.partition(maxima, -count)[-count])
+    best = np.flatnonzero(~(logits < np.partition(maxima, -count)[-count]))
     best = best[np.lexsort((best, -logits[best]))[:count]]
     norm = logits[best[0]] + np.log(np.exp(logits - logits[best[0]]).sum(dtype=np.float64))
     return [(int(one), float(logits[one] - norm)) for one in best]

@@ -21,15 +21,10 @@ LLAMA3_SCALING = {
 }
 
 
-DIMENSIONS = [
-    "num_hidden_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "vocab_size",
+DIMENSIONS = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings",
-]
+)  # fmt: skip
 
 
 def config(family: str, sizes: str, **rest: Any) -> dict[str, Any]:
@@ -108,6 +103,8 @@ def test_parameters_add_up_to_what_is_published(name: str) -> None:
 
 
 def test_what_families_add_is_read() -> None:
+    with pytest.raises(CheckpointError, match="sliding_window = 'absent': means 4096 tokens"):
+        spec_of("Llama-2-7b", model_type="mistral", max_position_embeddings=8192)
     assert spec_of("Llama-3.1-8B").rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
     assert spec_of("Qwen2.5-0.5B").has_qkv_bias and spec_of("Qwen2.5-0.5B").tie_word_embeddings
     assert spec_of("Qwen3-0.6B").head_dim == 128 and spec_of("Qwen3-0.6B").has_qk_norm
