@@ -64,10 +64,13 @@ def tritonserver(folder: Path) -> Iterator[tuple[int, int]]:
     options = on_free_ports()
     command = [word for word in server.server_command(install, folder, options) if "auto-complete" not in word]
     log = (folder / "log").open("w")
-    process = subprocess.Popen(command, env=server.server_environment(install), stdout=log, stderr=subprocess.STDOUT)
+    environment, errors = server.server_environment(install), subprocess.STDOUT
+    process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
     try:
         deadline = time.monotonic() + 60
         while True:
+            if process.poll() == -6:  # aborted by the race of server.LOCK_ERROR
+                process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{options.http_port}/v2/health/ready", timeout=1).close()
