@@ -64,9 +64,9 @@ def _dimensions(fields: ConfigFields) -> dict[str, Any]:
 
 def _rotary(fields: ConfigFields) -> dict[str, Any]:
     """Reads rotary settings: newer configs have `rope_parameters`, older ones `rope_theta` and `rope_scaling`."""
-    newer, older = (fields.values.get(name) for name in ("rope_parameters", "rope_scaling"))
-    if newer and older and newer != older:
-        raise fields.error("rope_scaling", older, f"must be rope_parameters = {newer}, or one of them absent")
+    newer, older = (fields.section(name).values for name in ("rope_parameters", "rope_scaling"))
+    if newer and newer | older != newer:
+        raise fields.error("rope_scaling", older, f"must agree with rope_parameters = {newer}")
     rope = fields.section("rope_parameters" if newer else "rope_scaling")
     unknown = sorted(set(rope.values) - ROPE_FIELDS)
     if unknown:

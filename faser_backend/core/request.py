@@ -67,11 +67,9 @@ class Sampling:
         _check_real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        biases = self.logit_bias or {}  # as many as the vocabulary has tokens, perhaps
-        for token_id in (min(biases), max(biases)) if biases else ():
+        for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
-        for token_id, bias in biases.items():
-            if not bias < math.inf:  # or NaN
+            if math.isnan(bias) or bias == math.inf:
                 raise RequestError(f"logit_bias[{token_id}]", bias, "must be a number below +inf")
         _check_words("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_TOKENS, vocab_size)
 

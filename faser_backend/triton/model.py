@@ -178,7 +178,7 @@ class TextModel(ServingModel):
         self._serving = threading.Lock()  # held while a request enters a frontend
         self._is_ready, self._is_closing = threading.Event(), threading.Event()
         self._failure: str | None = None
-        self._replaced = ThreadPoolExecutor(thread_name_prefix="replaced")
+        self._drains = ThreadPoolExecutor(thread_name_prefix="replaced-engine")
         self._follower = threading.Thread(target=self._follow_engine, name="connect", daemon=True)
         self._follower.start()
 
@@ -195,7 +195,7 @@ class TextModel(ServingModel):
         self._is_closing.set()
         if self._is_ready.is_set() and self._failure is None:
             self._follower.join(ENGINE_TIMEOUT_S)
-            self._replaced.shutdown()
+            self._drains.shutdown()
             self._frontend.drain()
             self._frontend.close()
         self._counters.close()
@@ -223,7 +223,7 @@ class TextModel(ServingModel):
                 self._frontend, self._failure = fresh, None
                 return
             old, self._frontend = self._frontend, fresh
-        self._replaced.submit(lambda: (old.drain(), old.close()))  # this thread follows further engines
+        self._drains.submit(lambda: (old.drain(), old.close()))  # this thread follows further engines
 
     def _connect(self) -> Frontend:
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)

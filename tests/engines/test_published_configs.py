@@ -118,7 +118,7 @@ def test_older_and_newer_spellings_of_rotary_settings_agree(kind: str) -> None:
     new = {"rope_theta": None, "rope_scaling": None, "rope_parameters": {**old["rope_scaling"], "rope_theta": 5e5}}
     assert spec_of("Llama-2-7b", **old) == spec_of("Llama-2-7b", **new)
     assert spec_of("Llama-2-7b", **old).rope_scaling == RopeScaling("linear", 2.0)
-    with pytest.raises(CheckpointError, match=r"rope_scaling = .*: must be rope_parameters"):
+    with pytest.raises(CheckpointError, match=r"rope_scaling = .*: must agree with rope_parameters"):
         spec_of("Llama-2-7b", **old, rope_parameters={"rope_type": "default"})
 
 
