@@ -35,6 +35,7 @@ import hashlib
 import json
 import os
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -98,6 +99,11 @@ class SegmentSpec:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     buckets: tuple[BucketSpec, ...] = ()  # empty if the runtime accepts calls of any shape
+
+    def most(self, dimension: str) -> int:
+        """Returns the largest size of a dimension of its calls, such as "B"."""
+        sizes = (each.ranges[dimension][2] for each in self.buckets if dimension in each.ranges)
+        return max(sizes, default=sys.maxsize)
 
     @property
     def has_exit_scores(self) -> bool:

@@ -47,7 +47,7 @@ from faser_backend.plugins.tensorrt_contract import (
 
 WARP_SIZE = 32
 OLDEST_PTX = 84  # that drivers for CUDA 12.4 take, the oldest that are supported
-PTX_OF_NEWER_GPUS = {10: 86, 12: 87}  # by major capability: the first version that knows them
+PTX_OF_NEWER_GPUS = {100: 86, 103: 88, 120: 87, 121: 88}  # the first version that knows them
 NUM_SCRATCH_PARAMETERS = 2  # global and profile scratch
 
 
@@ -91,7 +91,7 @@ def compile_kernel(
         dict(constants),
         {(names.index(n),): [["tt.divisibility", 16]] for n, t in signature.items() if t.endswith(":16")},
     )
-    ptx_version = PTX_OF_NEWER_GPUS.get(capability // 10, OLDEST_PTX)  # the compiler's own is its newest
+    ptx_version = PTX_OF_NEWER_GPUS.get(capability, OLDEST_PTX)  # the compiler's own is its newest
     options = {"num_warps": num_warps, "num_stages": num_stages, "ptx_version": ptx_version}
     built = triton.compile(source, target=GPUTarget("cuda", capability, WARP_SIZE), options=options)
     if built.metadata.global_scratch_size or built.metadata.profile_scratch_size:

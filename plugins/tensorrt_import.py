@@ -17,6 +17,7 @@ from faser_backend.core.errors import FaserError
 Flavour = Literal["rtx", "full"]
 MODULES: dict[Flavour, tuple[str, ...]] = {"full": ("tensorrt",), "rtx": ("tensorrt_rtx", "tensorrt_rtx_bindings")}
 EXTRAS: dict[Flavour, str] = {"full": "tensorrt", "rtx": "tensorrt-rtx"}
+OLDEST_GPU = 80  # TensorRT-RTX has no products in float32 for older ones
 NO_DRIVER = "cudaError 35"  # without a driver, it is logged after every other failure too
 
 
@@ -44,11 +45,11 @@ class TensorRt:
 
     @property
     def compute_capabilities(self) -> tuple[str, ...]:
-        """The GPUs that engines can be built for ahead of time, e.g. ("7.5", "12.0"); empty: this machine's only."""
+        """The GPUs that engines can be built for ahead of time, e.g. ("8.0", "12.0"); empty: this machine's only."""
         if self.flavour == "full" or not hasattr(self.module, "ComputeCapability"):
             return ()
         numbers = sorted(int(name[2:]) for name in self.module.ComputeCapability.__members__ if name.startswith("SM"))
-        return tuple(f"{number // 10}.{number % 10}" for number in numbers)
+        return tuple(f"{number // 10}.{number % 10}" for number in numbers if number >= OLDEST_GPU)
 
     def check_built_by(self, compiler: str) -> None:
         """Raises TensorRtError if another TensorRT built the engines. compiler: its title."""

@@ -25,7 +25,7 @@ from faser_backend.serving.drafting import served_models
 from faser_backend.serving.runtimes import check_kernel_compiler, has_driver, open_runtime
 from faser_backend.triton.server import check_stub, find_triton
 
-RTX_GPUS = "7.5, 8.6, 8.9 and 12.x"  # compute capabilities that NVIDIA lists for TensorRT-RTX
+RTX_GPUS = "8.0, 8.6, 8.9 and 12.x"  # compute capabilities that TensorRT-RTX builds our engines for
 TORCH_EXTRA = "pip install 'faser-backend[torch]'"
 CONTEXT_BYTES = 600 << 20  # an allowance for a CUDA context with its modules
 LoadDriver = Callable[[], Any]
@@ -218,6 +218,7 @@ def _gpu_report(manifest: EngineManifest, models: ModelPair, config: EngineConfi
         free_bytes=total - CONTEXT_BYTES,
         num_partitions=2 if has_split else 1,
         unloaded_bytes=sum(model.num_weight_bytes for model in models.present),
+        compiled_bytes=0 if manifest.runtime_spec.tensorrt else None,  # known once the engines are loaded
     )
     return [
         f"{total / 2**20:8.0f} MiB  of the GPU, less {CONTEXT_BYTES >> 20} MiB of CUDA's own:",

@@ -14,6 +14,7 @@ import numpy as np
 from faser_backend.core.frontier import Frontier
 
 WHOLE = "whole"  # the partition of the whole device; splits are named "draft share/target share", e.g. "1/1"
+MAX_VERIFIED_ROWS = 512  # of a step with drafts: a GPU captures no larger calls, and plans no memory for their logits
 
 
 class PipelineMode(Enum):

@@ -15,8 +15,9 @@ from operator import le
 from typing import NamedTuple
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.core.decision import MAX_VERIFIED_ROWS
 
-MAX_GRAPH_ROWS = 512  # of calls with logits of all rows
+MAX_GRAPH_ROWS = MAX_VERIFIED_ROWS  # of calls with logits of all rows
 # Queueing a call takes longer than 1,000 rows of an 8B model take to compute. Larger calls are rounded up to a multiple
 # of 8 rows, and no graph is captured.
 MAX_PROMPT_ROWS = 1024

@@ -72,7 +72,7 @@ class TorchDraftLoop:
         counts = [0, num_candidates] if num_candidates else [0]
         sizes = product(range(1, min(max_num_seqs, MAX_GRAPH_ROWS) + 1), (1, self._runner.spec.max_context))
         known = dict.fromkeys(self._runner.shapes.of_decode(*size) for size in sizes)
-        for shape in product(known, counts, (False, True)):
+        for shape in product([*known][::-1], counts, (False, True)):  # the largest first: others reuse its memory
             self._chains[ChainShape(*shape)].warm_up()
 
     def can_draft(self, slots: np.ndarray) -> bool:

@@ -21,7 +21,6 @@ from faser_backend.runtime_spec import RUNTIMES
 
 DEFAULT_STREAM_FLAG = 1  # CU_GREEN_CTX_DEFAULT_STREAM, required by drivers for CUDA 12 and 13.0
 NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the only kind of stream that a green context has
-NO_FLAGS = 0
 MIN_DRIVER = 12040  # CUDA 12.4 brought green contexts
 
 
@@ -77,7 +76,7 @@ class GreenSplits:
         if self.num_sms <= smallest:
             raise DriverError(f"{self.num_sms} SMs: two shares need more than {smallest}, the smallest one")
         groups, num_groups, rest = self._call(
-            "cuDevSmResourceSplitByCount", self.num_sms // smallest, whole, NO_FLAGS, smallest
+            "cuDevSmResourceSplitByCount", self.num_sms // smallest, whole, 0, smallest
         )
         groups = list(groups)[: int(num_groups)]
         has_rest = rest is not None and int(rest.sm.smCount) > 0

@@ -24,8 +24,8 @@ from faser_backend.cuda.call_shapes import (
 )
 from faser_backend.manifest import ModelEngine
 from faser_backend.plugins import attention_config as attention
+from faser_backend.plugins.tensorrt_contract import ELEMENT_BYTES
 
-ELEMENT_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 NODES_PER_LAYER = 10  # nodes of a graph; more with biases, split contexts and adapters
 NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
@@ -101,10 +101,11 @@ def plan_memory(
     chained = [spec for spec in specs[1:] if not spec.block_size]
     nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, config.max_num_seqs)
     nodes *= num_menus
-    sampler_bytes = vocab * (2 * MAX_GRAPH_ROWS * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
+    rows = max(MAX_GRAPH_ROWS, config.max_num_seqs)  # with logits; more than a graph's are not in its buffer
+    sampler_bytes = vocab * (2 * rows * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
     lines = {
         "weights": unloaded_bytes,
-        "logits": sum(MAX_GRAPH_ROWS * spec.vocab_size * 4 for spec in specs),
+        "logits": sum((rows + MAX_GRAPH_ROWS * (rows > MAX_GRAPH_ROWS)) * spec.vocab_size * 4 for spec in specs),
         "inputs of captured calls": inputs,
         "temporaries of captured calls": activations,
         "temporaries of calls without graphs": chunks,
@@ -123,8 +124,8 @@ def block_bytes(spec: ModelSpec, kv_block_size: int, size: int) -> int:
 
 def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
-    heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    per_row = 4 * spec.hidden_size + 2 * heads + 2 * spec.num_heads * spec.head_dim + 3 * spec.intermediate_size
+    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    per_row = 7 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size
     tile = attention.launch_config(size, spec.head_dim, spec.num_heads // spec.num_kv_heads, VERIFY_ROWS)
     most_pairs = tile.block_m * attention.PROGRAMS_PER_SM * MAX_SMS // attention.LEAST_SPLIT
     num_parts = min(attention.count_parts(spec.max_context), attention.MAX_SPLITS)

@@ -54,7 +54,7 @@ class CudaKvPool:
             self.storage = torch.zeros(shape, dtype=DTYPES[dtype], device=device)
             self.keep_features(spec)
         except RuntimeError:  # includes torch.OutOfMemoryError; the CPU's allocator has no error class of its own
-            num_bytes = (num_blocks + 1) * self.bytes_per_block(spec, kv_block_size, dtype)
+            num_bytes = (num_blocks + 1) * block_bytes(spec, kv_block_size, DTYPES[dtype].itemsize)
             raise ConfigError(f"num_kv_blocks = {num_blocks}: {num_bytes} bytes do not fit on {device}") from None
 
     def keep_features(self, spec: ModelSpec) -> None:
@@ -80,11 +80,6 @@ class CudaKvPool:
         if self.logits is None:
             self.logits = torch.zeros((MAX_GRAPH_ROWS, vocab_size), device=self.storage.device)
         return self.logits[:num_rows]
-
-    @staticmethod
-    def bytes_per_block(spec: ModelSpec, kv_block_size: int, dtype: str) -> int:
-        """Returns the bytes of one block: keys, values and features of all layers."""
-        return block_bytes(spec, kv_block_size, DTYPES[dtype].itemsize)
 
     def check_integrity(self) -> None:
         """Asserts that every value is finite, layer by layer. Waits for the device."""

@@ -148,7 +148,9 @@ class CudaRunner:
             known = [bounds for count in counts for bounds in self.shapes.menu(count)]
             if self.pool.captures_adapters:
                 known += [bounds._replace(has_adapters=True) for bounds in known]
-            for bounds in dict.fromkeys(self.bounds_of(index, bounds) for bounds in known):
+            for bounds in dict.fromkeys(
+                self.bounds_of(index, bounds) for bounds in known[::-1]
+            ):  # smaller ones reuse memory
                 call = self._calls[index][bounds]
                 call.inputs.fill_idle()
                 call.launch()

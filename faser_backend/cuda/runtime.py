@@ -26,7 +26,7 @@ from faser_backend.core.ports import Behind, DraftLoop, GraphCounts, Sampler
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.graphs import GraphCapturer, is_fatal
 from faser_backend.cuda.green_contexts import load_driver
-from faser_backend.cuda.memory_plan import plan_memory
+from faser_backend.cuda.memory_plan import ELEMENT_BYTES, block_bytes, plan_memory
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.cuda.runner import CudaAdaptableRunner, CudaBlockRunner, CudaHeadRunner, CudaRunner
 from faser_backend.cuda.sampler import TorchSampler
@@ -108,7 +108,7 @@ class CudaRuntime:
         return plan.kv_bytes
 
     def bytes_per_block(self, spec: ModelSpec) -> int:
-        return CudaKvPool.bytes_per_block(spec, self.kv_block_size, self.dtype)
+        return block_bytes(spec, self.kv_block_size, ELEMENT_BYTES[self.dtype])
 
     def bind_step_thread(self) -> None:
         """See Runtime. Does nothing on a CPU, where calls are synchronous."""

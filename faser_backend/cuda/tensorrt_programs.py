@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.cuda.buffers import FEATURE_ROWS, FEATURES
+from faser_backend.cuda.buffers import ALIGNMENT, FEATURE_ROWS, FEATURES
 from faser_backend.cuda.call_shapes import DIMENSIONS, UNLIMITED, CallBounds
 from faser_backend.cuda.pool import pool_slots, write_kv
 from faser_backend.cuda.segment import Launch, SegmentProgram
@@ -29,7 +29,6 @@ from faser_backend.plugins.tensorrt_import import ErrorLog, TensorRt, import_ten
 from faser_backend.runtime_spec import RUNTIMES
 
 logger = logging.getLogger(__name__)
-ALIGNMENT = 256  # bytes, of activation memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,10 @@ class ModelPair(NamedTuple):
     def vocab_size(self) -> int:
         return self.target.spec.vocab_size
 
+    def most(self, dimension: str) -> int:
+        """See SegmentSpec.most; all segments must take a call."""
+        return min(segment.most(dimension) for model in self.present for segment in model.segments)
+
 
 class KvStorage(Protocol):
     """The common part of all KV pools. A draft head's pool shares its target's `features`."""

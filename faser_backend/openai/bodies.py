@@ -53,8 +53,8 @@ class _Fields(BaseModel):
 
 
 class StreamOptions(_Fields):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # an extension of other servers: usage in every chunk
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # an extension of other servers: usage in every chunk
 
 
 class Body(_Fields):
@@ -73,10 +73,10 @@ class Body(_Fields):
     min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[Real, Field(gt=0, le=100)] | None = None
     min_tokens: Count | None = None
-    ignore_eos: bool = False
+    ignore_eos: bool | None = None
     num_draft_tokens: Count | None = None  # limits speculation; 0 turns it off
     spec_decode_metrics: Literal["summary", "detailed"] | None = None  # adds `metrics` to the answer
-    return_token_details: bool = False  # chunks mark the pieces of text that were drafted
+    return_token_details: bool | None = None  # chunks mark the pieces of text that were drafted
 
     prompt_field: ClassVar = "prompt"  # as clients know it
 
@@ -92,7 +92,7 @@ class Body(_Fields):
     @property
     def wants_stats(self) -> bool:
         wants_metrics = self.spec_decode_metrics is not None
-        return wants_metrics or self.return_token_details or self.stream_options.continuous_usage_stats
+        return bool(wants_metrics or self.return_token_details or self.stream_options.continuous_usage_stats)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

@@ -437,13 +437,13 @@ def _part(text: str) -> dict[str, Any]:
 
 def named(tokenizer: TextTokenizer, token_id: int) -> tuple[str, bytes]:
     """Returns a token's text and bytes. Part of a character is named by its bytes, so that every token has a name."""
-    table = tokenizer.token_bytes
-    if table is None or not table[token_id]:  # no byte-level vocabulary, or a special token
+    token_bytes = tokenizer.bytes_of(token_id)
+    if not token_bytes:  # a special token, or no byte-level vocabulary
         text = tokenizer.decode([token_id], skips_special_tokens=False)
-        if table is None:  # behind another token, as the first one loses its space
+        if tokenizer.token_bytes is None:  # behind another token, as the first one loses its space
             text = tokenizer.decode([token_id] * 2, skips_special_tokens=False).removeprefix(text)
         return text, text.encode()
     try:
-        return table[token_id].decode(), table[token_id]
+        return token_bytes.decode(), token_bytes
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in table[token_id]), table[token_id]
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token_bytes), token_bytes

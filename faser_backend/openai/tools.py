@@ -274,7 +274,10 @@ def _call_of(value: object, key: str) -> FunctionCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get(key, value.get("arguments", {}))
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # 1e999 is a number of JSON's grammar that no client could read back
+        return None
     name, text = (each.encode(errors="replace").decode() for each in (value["name"], text))  # no half surrogate pairs
     return FunctionCall(name, text)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from faser_backend.core.decision import MAX_VERIFIED_ROWS
 from faser_backend.core.frontier import CLIENT, Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
@@ -34,6 +35,7 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
     # Chains may always be as long as the server's own. Longer ones share the prefill budget of a step, because all
     # requests wait for their rows.
     longest = max(scheduler.max_prefill_tokens // len(fresh), MAX_DRAFT_TOKENS)
+    longest = max(min(longest, MAX_VERIFIED_ROWS // len(scheduler.running) - 1), 0)
     if max_logit_rows is not None:
         longest = min(longest, max_logit_rows - 1)
     entering, chains = [], []

@@ -89,7 +89,7 @@ class StepRunner:
         """Decides the step: the scheduler asks the policy. Sampler state follows the request slots."""
         self.times.start()
         max_logit_rows = self.partitions[WHOLE].target.max_logit_rows
-        plan = self.scheduler.schedule(with_client_drafts(in_flight, self.scheduler, max_logit_rows))
+        plan = self.scheduler.schedule(with_client_drafts(in_flight, self.scheduler, max_logit_rows), max_logit_rows)
         for sequence, slot in plan.preempted:
             self.sampler.remove(slot)
             self._forget_drafts(sequence)

@@ -11,7 +11,7 @@ from collections import deque
 from dataclasses import KW_ONLY, dataclass
 from itertools import accumulate
 
-from faser_backend.core.decision import Decision, PipelineMode
+from faser_backend.core.decision import MAX_VERIFIED_ROWS, Decision, PipelineMode
 from faser_backend.core.plan import InFlight, PrefillChunk, StepPlan, StepRecord
 from faser_backend.core.sequence import Sequence
 from faser_backend.policy.block_manager import BlockManager
@@ -59,8 +59,11 @@ class Scheduler:
         self.running.remove(sequence)
         self._give_back(sequence)
 
-    def schedule(self, in_flight: InFlight) -> StepPlan:
-        """Plans a step. in_flight: drafts of earlier steps, from which sequences that have left are removed."""
+    def schedule(self, in_flight: InFlight, max_logit_rows: int | None = None) -> StepPlan:
+        """Plans a step. in_flight: drafts of earlier steps, from which sequences that have left are removed.
+
+        max_logit_rows: the target's limit per sequence.
+        """
         ready = [sequence for sequence in self.running if sequence.is_ready]
         if ready:
             waiting = accumulate(each.num_prefill_tokens for each in self._reading())
@@ -70,7 +73,7 @@ class Scheduler:
         else:  # a draft that rests does not read the prompts of a new wave either
             decision = Decision([], prefills_draft=self._prefills_draft)
         plan = StepPlan(decision, in_flight)
-        self._plan_decodes(plan, ready)
+        self._plan_decodes(plan, ready, max_logit_rows or MAX_VERIFIED_ROWS)
         plan.sort_decodes()
         if not plan.preempted:
             self._admit(plan)
@@ -93,7 +96,8 @@ class Scheduler:
         reading = [sequence for sequence in self.running if sequence.num_prefill_tokens]
         return sorted(reading, key=lambda sequence: self._due[sequence.slot])
 
-    def _plan_decodes(self, plan: StepPlan, ready: list[Sequence]) -> None:
+    def _plan_decodes(self, plan: StepPlan, ready: list[Sequence], max_rows: int) -> None:
+        longest = min(MAX_DRAFT_TOKENS, max_rows - 1, MAX_VERIFIED_ROWS // max(len(ready), 1) - 1)
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
         mode = plan.decision.mode
         # In ping-pong half of the sequences are verified while the others draft. If a cohort has grown too large, its
@@ -105,7 +109,7 @@ class Scheduler:
             num_ready = in_flight.get(sequence, 0)
             cap = sequence.request.max_draft_tokens
             usable = sequence.num_remaining_tokens - num_ready - 1
-            wanted = max(0, min(chosen, MAX_DRAFT_TOKENS, usable if cap is None else min(cap, usable)))
+            wanted = max(0, min(chosen, longest, usable if cap is None else min(cap, usable)))
             if wanted and not self._catch_up(plan, sequence):
                 wanted = 0
             if mode is PipelineMode.SERIAL:

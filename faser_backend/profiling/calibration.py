@@ -196,7 +196,7 @@ def tokenised_prompts(path: Path, engine_dir: Path, manifest: EngineManifest) ->
 def calibration_requests(
     prompts: list[np.ndarray], end_ids: tuple[int, ...], limits: Limits, num_requests: int, rng: np.random.Generator
 ) -> list[tuple[int, Request]]:
-    """Returns (group, request) pairs: every prompt at all temperatures, as one group.
+    """Returns (group, request) pairs: every prompt greedily and sampled, as one group.
 
     Without prompts the target writes its own texts. Sampled ones start behind the end token, as texts do; greedy ones
     behind one more, random token, or they would all be equal. No request ends early.
@@ -204,7 +204,7 @@ def calibration_requests(
     longest = max(min(MAX_PROMPT_TOKENS, limits.max_context - TOKENS_EACH), 2)
     requests = []
     for index in range(num_requests):
-        text, temperature = index // len(TEMPERATURES), TEMPERATURES[index % len(TEMPERATURES)]
+        text, temperature = index // (2 if prompts else len(TEMPERATURES)), TEMPERATURES[index % len(TEMPERATURES)]
         if prompts:
             group = text % len(prompts)
             prompt = prompts[group][-longest:]

@@ -14,6 +14,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import le
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ PROFILE_BYTES = 8 << 20  # at most
 SEED = 0
 WIDE = 200  # columns of a table that nobody sees
 BUSY_SPREAD = 0.15  # an idle machine repeats a call within a few percent
+BUSY_LOAD = 0.7  # of other programs, in the last minute: one that never rests slows all repeats alike
 # For the estimate: probe steps, tokens per step and request in calibration, mean time of a measured step relative to a
 # probe step (whose chains are the longest), and calls that warm up a case.
 PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
@@ -171,9 +173,8 @@ def profile_engine(
     """Measures every model on every partition of the runtime's menu, and calibrates the pair.
 
     prompts: a file of texts to continue; None: the target writes its own. budget_s: less is measured if all would take
-    longer. The log of loading has the estimated time, the parts, and what an interrupt left out. The caller saves the
-    profile. Raises ManifestError for a broken directory, ConfigError for an option out of range, and KeyboardInterrupt
-    if interrupted before the whole machine was measured.
+    longer. The log of loading has the estimated time and the parts. The caller saves the profile. Raises ManifestError
+    for a broken directory and ConfigError for an option out of range.
     """
     manifest = EngineManifest.load(engine_dir)
     with closing(open_runtime(engine_dir, manifest, EngineConfig())) as runtime:
@@ -200,6 +201,7 @@ class _Profiler:
 
     def run(self, effort: Effort, prompts: Path | None, budget_s: float) -> Profile:
         manifest, widths, pads = self.manifest, key_columns(self.manifest), self.manifest.runtime_spec.is_gathered
+        effort = replace(effort, loads=tuple(size for size in effort.loads if size <= self.models.most("B")))
         log.info("  0%  measuring the engine's speed")
         step_s = self._probe(effort.loads, STEP_SHARE * budget_s)
         seconds = self._estimate_s(effort, list(step_s.values()))
@@ -215,20 +217,12 @@ class _Profiler:
         )  # fmt: skip
         steps = StepMeter(self.runtime, self._make_engine, effort, SEED)
         steps.visit()
-        cases, sampled = self._cases(effort), dict[Share, list[Sampled]]()
-        is_whole = True
-        try:
-            self._measure_calls(cases, effort, sampled)
-        except KeyboardInterrupt:
-            if {share.model for share in sampled if share.partition == WHOLE} != set(cases):
-                raise
-            is_whole = False
-            log.info(f"interrupted after {len(sampled)} of {len(self.shares)} partitions; the others keep defaults")
+        sampled = self._measure_calls(effort)
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
         calls = cost_model_of(manifest, costs, OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0))
-        overhead = self._measure_steps(calls, steps) if is_whole else steps.overhead(calls)
+        overhead = self._measure_steps(calls, steps)
         log.info("100%  done")
         return Profile(
             fingerprint=Fingerprint.here(manifest),
@@ -240,6 +234,7 @@ class _Profiler:
         )
 
     def _make_engine(self, config: EngineConfig) -> Engine:
+        config = config.model_copy(update={"max_num_seqs": min(config.max_num_seqs, self.models.most("B"))})
         return prepared(engine_on(self.runtime, self.engine_dir, self.manifest, config))
 
     def _cases(self, effort: Effort) -> dict[str, list[Case]]:
@@ -247,7 +242,10 @@ class _Profiler:
         draft = self.manifest.draft
         kind = DRAFT if draft is None or draft.spec.num_idle is None else TARGET  # a block is like a verification
         kinds = {TARGET: TARGET, DRAFT: kind}
-        return {name: choose_cases(kinds[name], self.models.max_context, rng, effort.case_share) for name in names}
+        chosen = {name: choose_cases(kinds[name], self.models.max_context, rng, effort.case_share) for name in names}
+        most = [self.models.most(dimension) for dimension in "BTQ"]
+        sizes = lambda case: (len(case.counts), case.num_rows, max(case.counts))  # noqa: E731
+        return {name: [case for case in cases if all(map(le, sizes(case), most))] for name, cases in chosen.items()}
 
     def _probe(self, loads: tuple[int, ...], most_s: float) -> dict[int, float]:
         """Returns the seconds of a step with the longest chains by load: of two, and of others expected in most_s."""
@@ -273,12 +271,14 @@ class _Profiler:
             + max(effort.calls_s, calls_s)
         )
 
-    def _measure_calls(self, cases: dict[str, list[Case]], effort: Effort, sampled: dict[Share, list[Sampled]]) -> None:
-        """Measures one partition after the other; results go into `sampled`, which outlives an interrupt."""
-        bench = Bench(self.runtime, self.models, cases, max_sweeps=effort.max_sweeps, seed=SEED)
+    def _measure_calls(self, effort: Effort) -> dict[Share, list[Sampled]]:
+        """Measures one partition after the other."""
+        bench = Bench(self.runtime, self.models, self._cases(effort), max_sweeps=effort.max_sweeps, seed=SEED)
+        sampled = {}
         for index, share in enumerate(self.shares, 1):
             log.info(f"{index / (len(self.shares) + 2):4.0%}  {share.model} on {share.partition}")
             sampled[share] = bench.measure(share, effort.calls_s / len(self.shares))
+        return sampled
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
         log.info(f"{1 - 1 / (len(self.shares) + 2):4.0%}  step overhead")
@@ -298,11 +298,14 @@ def run_profile(
         raise ConfigError(f"--budget-s = {budget_s:g}: must be above 0")
     manifest = EngineManifest.load(engine_dir)
     check_room(engine_dir, PROFILE_BYTES, PROFILE_FILE)
+    load = os.getloadavg()[0]
     with terminable(), shown_phases():
         try:
             profile = profile_engine(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{engine_dir} is unchanged") from None
+        if profile.spread > BUSY_SPREAD or load > BUSY_LOAD:
+            log.warning("the machine was busy, so times are too long: run `faser profile` again when it is idle")
     profile.save(engine_dir)
     costs = cost_model_of(manifest, profile.costs, profile.overhead)
     print_tables(profile, costs, has_exits=bool(manifest.exit_layers))
@@ -315,8 +318,6 @@ def print_tables(profile: Profile, costs: CostModel, *, has_exits: bool) -> None
     console.print(call_table(costs))
     outside_us = costs.overhead.step(1, 1)
     printed(f"spread between repeats of a call: {profile.spread:.1%}; a step takes {outside_us:.0f} us outside calls")
-    if profile.spread > BUSY_SPREAD:
-        printed("The machine was busy during the measurement: run this again when it is idle.")
     source = f"{calibration.num_fitted} draft tokens of {calibration.source}"
     printed(f"calibrated on {source}; thresholds keep {RETENTION:.0%} of the accepted tokens")
     for each in calibration.exits:  # held out: draft rows that it ends, and useful ones that it keeps

@@ -236,9 +236,8 @@ def with_prompt_rows(config: EngineConfig, manifest: EngineManifest) -> EngineCo
     """Returns the config, with the runtime's usual max_prefill_tokens that the engines take unless it was given."""
     if "max_prefill_tokens" in config.model_fields_set:
         return config
-    segments = (segment.buckets for segment in manifest.target.segments if segment.buckets)
-    limits = [max(bucket.ranges["T"][2] for bucket in buckets) for buckets in segments]
-    usual = min([manifest.runtime_spec.num_prefill_tokens, *limits])
+    limits = map(ModelPair(manifest.target, manifest.draft).most, "TQ")  # of a call, and of a sequence
+    usual = min(manifest.runtime_spec.num_prefill_tokens, *limits)
     return config.model_copy(update={"max_prefill_tokens": usual})
 
 
@@ -247,12 +246,12 @@ def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
     for field, dimension, wanted in (
         ("max_num_seqs", "B", config.max_num_seqs),
         ("max_prefill_tokens", "T", config.max_prefill_tokens),
+        ("max_prefill_tokens", "Q", config.max_prefill_tokens),
     ):
         for segment in (segment for model in models.present for segment in model.segments):
-            known = [bucket.ranges[dimension][2] for bucket in segment.buckets if dimension in bucket.ranges]
-            if known and wanted > max(known):
+            if wanted > segment.most(dimension):
                 raise ConfigError(
-                    f"{field} = {wanted}: {segment.file.name} was built for at most {max(known)}; "
+                    f"{field} = {wanted}: {segment.file.name} was built for at most {segment.most(dimension)}; "
                     f"build it again with --{field.replace('_', '-')} {wanted}"
                 )
 

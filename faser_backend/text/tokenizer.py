@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -118,6 +119,13 @@ class TextTokenizer:
         """
         with _failures_as(lambda reason: RequestError("token_ids", token_ids, f"cannot be decoded ({reason})")):
             return self._tokenizer.decode(token_ids, skip_special_tokens=skips_special_tokens)
+
+    def bytes_of(self, token_id: int) -> bytes:
+        """Returns the bytes of a token, or b"" where only the text of its answer can tell."""
+        if self.token_bytes is not None:  # a model's vocabulary may be larger
+            return self.token_bytes[token_id] if token_id < len(self.token_bytes) else b""
+        token = self._tokenizer.id_to_token(token_id) or ""  # SentencePiece spells single bytes as <0xNN>
+        return bytes.fromhex(token[3:5]) if re.fullmatch("<0x[0-9A-F]{2}>", token) else b""
 
     def _special_id(self, name: str) -> int | None:
         token = self.prompts.special_tokens.get(name)

@@ -17,7 +17,6 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.runner import Helper, LlvmRunner
-from faser_backend.device.partition import core_partitions
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.measure import Ladder
 from faser_backend.lab.command_options import BenchOptions
@@ -25,10 +24,9 @@ from faser_backend.lab.contestants import Sizing
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR
 from faser_backend.profiling import profile as profile_module
-from faser_backend.profiling.measure import Share, shares_of
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.processes import terminable
-from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
+from faser_backend.serving.profile_store import load_profile
 from tests.lab.test_replay import write_trace
 from tests.support.brief_profile import BRIEF
 from tests.support.serving_pair import build_pair
@@ -157,33 +155,3 @@ def test_a_profile_within_a_budget_says_what_it_does(options: BenchOptions, tmp_
     assert load_profile(directory, EngineManifest.load(directory)).costs
     with pytest.raises(ConfigError, match="--budget-s = 0: must be above 0"):
         run_profile(directory, is_quick=True, budget_s=0.0)
-
-
-@pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("num_shares", [1, 2])
-def test_an_interrupted_profile_keeps_what_serves(
-    options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shares: int, capsys
-):
-    assert options.engine_dir is not None
-    directory = Path(shutil.copytree(options.engine_dir, tmp_path / "engine"))
-    measured, shares = profile_module.Bench.measure, []
-
-    def interrupted(self: Any, share: Any, *arguments: Any) -> Any:
-        shares.append(share)
-        if len(shares) > num_shares:
-            raise KeyboardInterrupt
-        return measured(self, share, *arguments)
-
-    monkeypatch.setattr(profile_module.Bench, "measure", interrupted)
-    split = Share("target", "1/1", core_partitions().whole, None)
-    whole = lambda menu, has_draft: [*shares_of(menu)[:2], split]  # noqa: E731
-    monkeypatch.setattr(profile_module, "shares_of", whole)
-    if num_shares == 1:  # nothing is known of the draft
-        with pytest.raises(KeyboardInterrupt):
-            run_profile(directory, is_quick=True, budget_s=0.01)
-        assert not (directory / PROFILE_FILE).exists()
-        return
-    run_profile(directory, is_quick=True, budget_s=0.01)
-    profile = load_profile(directory, EngineManifest.load(directory))
-    assert {partition for _, partition in profile.costs} == {"whole"}
-    assert "interrupted after 2 of 3 partitions" in capsys.readouterr().err

@@ -285,16 +285,16 @@ def test_limits_are_what_every_segment_takes() -> None:
     assert bucket_limits([first, segment()], "") is None
 
 
-@pytest.mark.parametrize(("runtime", "most", "usual"), [("torch", 0, 1024), ("llvm", 0, 256), ("tensorrt", 512, 512)])
+@pytest.mark.parametrize(("runtime", "most", "usual"), [("torch", 0, 1024), ("llvm", 0, 256), ("tensorrt", 512, 384)])
 def test_gpus_read_1024_prompt_tokens_per_step_if_engines_take_them(runtime: str, most: int, usual: int) -> None:
-    model = ModelEngine(SPEC, None, (segment(bucket(T=64, B=8), bucket(T=most, B=4)) if most else segment(),))
-    manifest: Any = SimpleNamespace(target=model, runtime_spec=RUNTIMES[runtime])
+    model = ModelEngine(SPEC, None, (segment(bucket(T=64, B=8), bucket(T=most, B=4, Q=384)) if most else segment(),))
+    manifest: Any = SimpleNamespace(target=model, draft=None, runtime_spec=RUNTIMES[runtime])
     assert with_prompt_rows(EngineConfig(), manifest).max_prefill_tokens == usual
     assert with_prompt_rows(EngineConfig(max_prefill_tokens=256), manifest).max_prefill_tokens == 256
 
 
 def test_limits_of_serving_are_within_those_of_the_build() -> None:
-    model = ModelEngine(SPEC, None, (segment(bucket(T=64, B=8, MB=32), bucket(T=256, B=4, MB=64)),))
+    model = ModelEngine(SPEC, None, (segment(bucket(T=64, B=8, MB=32), bucket(T=512, B=4, MB=64, Q=256)),))
     models = ModelPair(model, model)
     check_call_limits(models, EngineConfig.from_options(max_num_seqs=8, max_prefill_tokens=256))
     for name, value in (("max_num_seqs", 9), ("max_prefill_tokens", 257)):

@@ -127,7 +127,8 @@ def test_options_that_cannot_be_built_are_refused(options: dict, message: str, s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_compiler_refuses_names_engine_and_stage(source: Path, tmp_path: Path) -> None:
+def test_what_the_compiler_refuses_names_engine_and_stage(source: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("faser_backend.plugins.tensorrt_import.OLDEST_GPU", 75)
     options = TensorRtOptions(compute_capabilities=("7.5",))
     with pytest.raises(TensorRtError, match=r"target\.0\.onnx: build: .*Turing.*FP32 GEMM is not supported"):
         build_engines(source, source, tmp_path / "out", runtime="tensorrt_rtx", dtype="fp16", tensorrt=options)
@@ -186,7 +187,7 @@ def test_engines_of_torch_are_built(dtype: str, source: Path, tmp_path: Path) ->
             "--runtime torch --compute-capability 8.9",
             "--compute-capability = 8.9: applies to --runtime tensorrt_rtx and ",
         ),
-        ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 7.5, "),
+        ("--runtime tensorrt_rtx --compute-capability 8.7", "compute_capabilities = 8.7: must be one of 8.0, "),
         ("--runtime tensorrt_rtx --max-num-seqs 0", "max_num_seqs = 0: Input should be greater than or equal to 1"),
         ("--runtime tensorrt_rtx --max-context 0", "max_context = 0: Input should be greater than or equal to 32"),
         ("--runtime tensorrt_rtx --splits all", "--splits = all: applies to --runtime tensorrt with a draft model"),

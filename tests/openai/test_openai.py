@@ -107,6 +107,8 @@ def test_refused_field(api: Api, body: type, name: str, meaning: str):
 def test_every_field_is_tested_and_on_the_page():
     for body in FIELDS:
         assert set(FIELDS[body]) == {field.alias or name for name, field in body.model_fields.items()}
+        nulls = {name: None for name, field in body.model_fields.items() if not field.is_required()}
+        assert body.model_validate({**BASE[body], **nulls}), "null means the default"
     docs = DOCS.read_text(encoding="utf-8")
     assert docs == with_table(docs)
 
@@ -264,11 +266,12 @@ def test_a_response_calls_a_function_and_its_events_build_the_call(api: Api, cho
 @pytest.mark.parametrize("size", [1, 3, 999])
 def test_calls_and_the_text_beside_them_do_not_depend_on_steps(size: int):
     call = '<tool_call>{"name": "f", "arguments": {"html": "</tool_call>"}}</tool_call>'
-    written, finder = f"Look: {call}\n\nDone {call}\n", CallFinder(TaggedForm, is_single=False)
+    too_large = '<tool_call>{"name": "f", "arguments": 1e999}</tool_call>'
+    written, finder = f"Look: {call}\n\n{too_large} Done {call}\n", CallFinder(TaggedForm, is_single=False)
     pieces = [written[start : start + size] for start in range(0, len(written), size)]
     text = "".join(finder.read(piece, is_last=piece is pieces[-1])[0] for piece in pieces)
     found = [json.loads(each.arguments) for each in finder.calls]
-    assert text == "Look: \n\nDone" and found == [{"html": "</tool_call>"}] * 2
+    assert text == f"Look: \n\n{too_large} Done" and found == [{"html": "</tool_call>"}] * 2
 
 
 def test_beside_tools_an_answer_that_is_no_call_keeps_to_its_format(api: Api):

@@ -8,7 +8,9 @@ import pytest
 from faser_backend.core.frontier import CLIENT, MAIN, Frontier
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Request, Sampling
+from faser_backend.pipeline import in_flight
 from faser_backend.pipeline.acceptance import accept_by_rejection
+from faser_backend.policy import scheduler
 from faser_backend.policy.gp_lcb import GpLcb
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.throughput_policy import ThroughputPolicy
@@ -70,15 +72,19 @@ def test_where_there_is_no_room_guesses_are_ignored(options: dict[str, int]):
     assert stats is not None and stats.num_drafted == 0
 
 
-def test_compiled_engines_get_no_more_rows_than_they_take():
-    r = request("r", [1, 2, 3], 60)
-    answer = alone([r])["r"]
-    fake = open_fake("none")
-    fake.targets[0].max_logit_rows = 16
-    result = drive(fake.engine, [replace(r, draft_ids=tuple(answer))])
-    stats = result.final["r"].stats
-    assert result.tokens["r"] == answer
-    assert stats is not None and stats.num_drafted == stats.num_accepted == 15
+@pytest.mark.parametrize("policy", ["none", "fixed:20"])
+@pytest.mark.parametrize(("most", "count", "bound"), [(16, 1, 16), (None, 4, 48)])
+def test_no_device_gets_more_rows_than_it_takes(policy: str, most: int | None, count: int, bound: int, monkeypatch):
+    for module in (scheduler, in_flight):
+        monkeypatch.setattr(module, "MAX_VERIFIED_ROWS", 48)
+    requests = [request(f"r{index}", [1, 2, 3 + index], 60) for index in range(count)]
+    answers = alone(requests)
+    drafted = [replace(r, draft_ids=tuple(answers[r.request_id]) if policy == "none" else ()) for r in requests]
+    fake, rows = open_fake(policy), []
+    fake.targets[0].max_logit_rows = most
+    fake.step_runner.observers.append(lambda record: rows.append(sum(record.frontier.num_drafted + 1)))
+    assert drive(fake.engine, drafted).tokens == answers
+    assert bound // 2 < max(rows) <= bound
 
 
 def test_long_guesses_share_what_a_step_may_read():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from faser_backend.core.request import EngineOutput
+from faser_backend.openai.replies import named
 from faser_backend.text.answer_stream import AnswerStream, StopMatcher
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.serving_pair import byte_level_tokenizer
@@ -69,6 +70,14 @@ def test_leading_space_survives_after_a_prompt_in_a_space_stripping_vocabulary()
     the, fox = 258, 259
     assert tokenizer.decode([fox]) == "fox", "the vocabulary strips the first space"
     assert said(AnswerStream(tokenizer, [the]), [fox]) == " fox"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"), [("byte_level", b"\xc3"), ("sentencepiece_like", b"\xe4"), ("byte_level", b"")]
+)
+def test_a_token_of_an_incomplete_character_is_named_by_its_byte(kind: str, text: bytes):
+    token_id = {b"\xe4": 1 + 0xE4, b"": 10**6}.get(text) or byte_ids(text)[0]  # 10**6: of a padded vocabulary
+    assert named(TOKENIZERS[kind], token_id) == ("".join(f"bytes:\\x{byte:02x}" for byte in text), text)
 
 
 def test_stop_string_across_token_borders():
