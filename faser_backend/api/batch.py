@@ -13,8 +13,7 @@ from typing import Any, TypeGuard
 from faser_backend.api.outputs import GrowingAnswer, RequestOutput
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, RequestError, UnavailableError
-from faser_backend.core.grammar import Grammar
-from faser_backend.core.request import EngineOutput, Request, Sampling
+from faser_backend.core.request import EngineOutput, Grammar, Request, Sampling
 from faser_backend.serving.engine_loop import Subscription
 from faser_backend.serving.request_reports import log_clamp
 from faser_backend.serving.served_model import ServedModel

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import RequestError, refusal_of
 from faser_backend.core.request import MAX_BAD_WORDS, MAX_STOP_SEQUENCES
-from faser_backend.core.validation import refusal_of
 from faser_backend.text.guides import read_guide
 
 MAX_SEQUENCES = 1024  # answers per prompt

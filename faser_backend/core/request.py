@@ -6,11 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
-from faser_backend.core.grammar import Grammar
 
 # Limits of words per request and of their tokens in sum, because they are searched for with every token.
 MAX_STOP_SEQUENCES = 64
@@ -18,6 +18,39 @@ MAX_STOP_TOKENS = 4096
 MAX_BAD_WORDS = 1024
 MAX_BAD_TOKENS = 8192
 MAX_SEED = 2**64 - 1
+GUIDE = "guided_decoding_guide"  # the field of a request that holds its grammar
+
+
+class GrammarState(Protocol):
+    """The state of one answer in its grammar. Not thread-safe.
+
+    Every call raises RequestError naming GUIDE if it exceeds the library's limits.
+    """
+
+    def advance(self, tokens: list[int]) -> int:
+        """Takes tokens up to the first that the grammar forbids. Returns how many."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undoes the last num_tokens that `advance` took."""
+
+    def allowed(self) -> np.ndarray:
+        """Returns bool [V]: the tokens that may come next, at least one; end tokens if the answer may end."""
+        ...
+
+    def forced(self) -> list[int]:
+        """Returns the likely tokens of the only possible next text; [] if there is a choice."""
+        ...
+
+
+@runtime_checkable
+class Grammar(Protocol):
+    """Rules on the tokens of an answer, compiled once; each request has a state of its own. Immutable and thread-safe.
+
+    It is the port between a grammar library and the sampler.
+    """
+
+    def start(self) -> GrammarState: ...
 
 
 class FinishReason(Enum):

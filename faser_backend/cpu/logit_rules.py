@@ -15,8 +15,7 @@ import numpy as np
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.errors import FaserError, blaming
-from faser_backend.core.grammar import GUIDE, Grammar
-from faser_backend.core.request import Sampling
+from faser_backend.core.request import GUIDE, Grammar, Sampling
 from faser_backend.cpu.logits import penalize
 
 

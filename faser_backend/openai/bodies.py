@@ -16,9 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
-from faser_backend.core.errors import RequestError
+from faser_backend.core.errors import Brief, RequestError, refusal_of
 from faser_backend.core.request import NUM_CONTEXT_TOP
-from faser_backend.core.validation import Brief, refusal_of
 from faser_backend.openai.errors import ApiError
 
 MAX_CHOICES = 128

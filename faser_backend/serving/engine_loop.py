@@ -16,9 +16,8 @@ from functools import partial
 from queue import SimpleQueue
 
 from faser_backend.core.errors import SHUTTING_DOWN, ErrorCode, Failure, FaserError, UnavailableError, blamed
-from faser_backend.core.grammar import Grammar
 from faser_backend.core.ports import run_behind
-from faser_backend.core.request import EngineOutput, FinishReason, Request, RequestStats
+from faser_backend.core.request import EngineOutput, FinishReason, Grammar, Request, RequestStats
 from faser_backend.pipeline.engine import Engine, EngineMetrics
 from faser_backend.text.guides import GuideCompiler
 

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from faser_backend.core.errors import FaserError, RequestError
-from faser_backend.core.grammar import GUIDE, Grammar
+from faser_backend.core.request import GUIDE, Grammar
 
 GUIDE_TYPE = "guided_decoding_guide_type"
 TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
@@ -109,7 +109,7 @@ def _structural_tag(tag: Any) -> str:
 
 
 class LlgState:
-    """A core.grammar.GrammarState, and the core.grammar.Grammar of answers that start from it.
+    """A core.request.GrammarState, and the core.request.Grammar of answers that start from it.
 
     A matcher that has reached a limit keeps its error.
     """

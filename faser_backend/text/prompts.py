@@ -24,8 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from faser_backend.core.errors import ConfigError, RequestError
-from faser_backend.core.validation import refusal_of
+from faser_backend.core.errors import ConfigError, RequestError, refusal_of
 from faser_backend.files import FileError, read_json, read_text, shown
 from faser_backend.manifest import EngineManifest
 

@@ -31,9 +31,17 @@ import msgpack
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from faser_backend.core.errors import ConfigError, ErrorCode, FailedError, Failure, FaserError, UnavailableError, blamed
+from faser_backend.core.errors import (
+    ConfigError,
+    ErrorCode,
+    FailedError,
+    Failure,
+    FaserError,
+    UnavailableError,
+    blamed,
+    refusal_of,
+)
 from faser_backend.core.request import EngineOutput, FinishReason, Request
-from faser_backend.core.validation import refusal_of
 from faser_backend.serving.engine_loop import Deliver, EngineLoop, Subscription
 from faser_backend.serving.served_model import ServedModel
 from faser_backend.text.prompts import PromptFormat

@@ -17,8 +17,7 @@ import pytest
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, RequestError
-from faser_backend.core.grammar import GUIDE
-from faser_backend.core.request import FinishReason, Request, Sampling
+from faser_backend.core.request import GUIDE, FinishReason, Request, Sampling
 from faser_backend.cpu import logit_rules
 from faser_backend.cpu.sampler import NumpySampler
 from faser_backend.pipeline import commit, prefill

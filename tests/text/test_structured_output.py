@@ -12,8 +12,7 @@ import pytest
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ErrorCode, FaserError, RequestError
-from faser_backend.core.grammar import GUIDE, Grammar
-from faser_backend.core.request import EngineOutput, Request, Sampling
+from faser_backend.core.request import GUIDE, EngineOutput, Grammar, Request, Sampling
 from faser_backend.cpu.logit_rules import GrammarRule
 from faser_backend.engines.build import build_engines
 from faser_backend.pipeline.engine import Engine
