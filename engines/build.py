@@ -232,6 +232,8 @@ def _check_output(output: Path) -> None:
     _check_room(output, 0)
     if not output.exists():
         return
+    if output.is_mount():
+        raise CheckpointError(f"output_dir = {output}: is a mount point; name a directory in it")
     if not output.is_dir() or (any(output.iterdir()) and not (output / MANIFEST_FILE).is_file()):
         raise CheckpointError(f"output_dir = {output}: has files that are no engines; name a new or an empty directory")
 

@@ -22,6 +22,7 @@ from rich.text import Text
 from faser_backend.cli.options import CHAT, JSON, SYSTEM, SamplingOptions, parse_integers, takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
 from faser_backend.core.errors import ConfigError, RequestError
+from faser_backend.manifest import EngineManifest
 from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
@@ -84,6 +85,8 @@ def _opened(
     from faser_backend.serving.model_source import find_engine
 
     check_params(params)
+    if run.engine_dir is not None:
+        EngineManifest.load(run.engine_dir)  # refuses a mistyped path, which could be the name of a model
     given = {**engine.model_dump(exclude_unset=True), **find_engine(run), "max_num_seqs": 1, "on_step": on_step}
     with shown_phases(in_pipes=False) as phases, LLM(chat_template=serving.chat_template, **given) as llm:
         phases.end()

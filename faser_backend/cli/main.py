@@ -73,7 +73,8 @@ def doctor(*, options: DoctorOptions, engine: EngineConfig) -> None:
     from faser_backend.cli.doctor import examine, memory_report, print_report
 
     if options.engine_dir is not None:
-        print("\n".join(memory_report(options.engine_dir, gpu_gib=options.gpu_gib, config=engine)))
+        lines = memory_report(options.engine_dir, gpu_gib=options.gpu_gib, config=engine)
+        print(json.dumps(lines, indent=1) if options.is_json else "\n".join(lines))
         return
     findings = examine()
     if options.is_json:
@@ -123,6 +124,7 @@ for _command in chain.from_iterable(COMMANDS.values()):
 
 def main() -> None:
     """Runs the command line. Prints an error as one line and exits with status 1."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half built is left
     # `faser generate | head` ends quietly; a server outlives its clients.
     if not {"serve", "openai"} & set(sys.argv[1:2]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)

@@ -153,7 +153,7 @@ def _read_defaults(path: Path, params: list[Any]) -> dict[str, Any]:
 
     text, found = read_text(path), {}
     try:  # texts, as on a command line: to YAML, `off` were a truth value
-        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, yaml.BaseLoader)
+        content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, yaml.BaseLoader) or {}
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {', '.join(str(error).splitlines())}") from None
     known = {flag.strip("-").replace("-", "_"): param for param in params for flag in param.opts if flag != "--config"}

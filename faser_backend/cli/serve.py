@@ -55,15 +55,18 @@ def serve(
     """
     from faser_backend.serving.model_source import find_engine, shown_name
     from faser_backend.serving.request_reports import check_endpoint
+    from faser_backend.text.prompts import check_template, read_template
     from faser_backend.triton.launch import check_engine, serve_until_signalled
 
     _check_access(where, openai)
+    if serving.chat_template is not None:
+        check_template(read_template(serving.chat_template))
     if model.otlp_endpoint is not None:
         model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
     found = find_engine(run, model.log_format, **source.model_dump(exclude_none=True))
     engine = EngineConfig.from_options(**engine.model_dump(exclude_unset=True) | {"draft": found["draft"]})
     name = shown_name(run.model) if run.model else None if run.engine_dir else DEMO_NAME
-    directory = check_engine(found["engine_dir"], engine, serving.chat_template)
+    directory = check_engine(found["engine_dir"], engine)
     resolved = {
         "engine_dir": directory.resolve(),
         "model_name": serving.model_name or name or directory.resolve().name,
@@ -83,8 +86,10 @@ def serve(
 def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
     """Raises ConfigError for options under which a server would not start, or would be open to strangers."""
     from faser_backend.serving.parameters import check_host, restriction_options
+    from faser_backend.triton.server import check_ports
 
     check_host(where.host, is_exposed=where.expose_triton)
+    check_ports(where.host, where.ports)
     restriction_options(where.admin_key, where.restrict)
     if where.openai_port is not None:
         from faser_backend.openai.server import callers_of

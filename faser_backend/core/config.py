@@ -7,6 +7,7 @@ an option in common; they then share its `Option`. Model sizes and the context l
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -150,4 +151,5 @@ class EngineConfig(OptionTable):
     @property
     def adapters(self) -> dict[str, Path]:
         """The directories of LoRA adapters, by name."""
-        return {name: Path(directory) for name, _, directory in (text.partition("=") for text in self.lora)}
+        pairs = (text.partition("=") for text in self.lora)
+        return {name: Path(os.fsdecode(directory.encode())) for name, _, directory in pairs}  # see given_parameters

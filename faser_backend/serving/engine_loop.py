@@ -110,6 +110,8 @@ class EngineLoop:
         with self._lock:
             if self._failure is not None or self._is_closing or self._is_refusing:
                 raise UnavailableError(self._failure or SHUTTING_DOWN)
+            if not self._thread.is_alive():
+                raise UnavailableError("the engine runs in the process that opened it, not in a fork of it")
             if request.request_id in self._routes:
                 raise FaserError(f"request id {request.request_id} is already in use")
             is_compiling = request.guide is not None and self.guides is not None

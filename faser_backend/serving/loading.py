@@ -97,8 +97,8 @@ def written_phases(folder: Path) -> Iterator[None]:
     """Writes the phases and warnings of this process to the launch folder of its server."""
 
     def write(what: str) -> None:
-        with suppress(OSError), (folder / LOADING_FILE).open("a") as file:  # a full disk: the phase is not shown
-            file.write(f"{what}\n")
+        with suppress(OSError), (folder / LOADING_FILE).open("ab") as file:  # a full disk: the phase is not shown
+            file.write(f"{what}\n".encode(errors="replace"))
 
     with reporting_to(write):
         yield

@@ -32,6 +32,7 @@ from faser_backend.places import DEMO_PAIR, GPU_DEVICE, data_folder
 from faser_backend.runtime_spec import DEFAULT_RUNTIME, RUNTIMES
 from faser_backend.serving.loading import log, shown_phases, size_text
 from faser_backend.serving.parameters import RunOptions
+from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.request_reports import line_logger
 from faser_backend.version import VERSION
 
@@ -76,6 +77,8 @@ def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict
         target, drafting = _open_source("MODEL", run.model), None
         if is_source:
             drafting = _open_source("--draft", run.draft)
+        elif head is None and run.draft in ("model", "model+ngram"):
+            raise ConfigError(f"--draft = {run.draft!r}: {run.model} has no head here; name a draft model")
         elif run.draft != "ngram" and head is not None:
             if head.is_dir():
                 drafting = local_source(head.name, head)
@@ -173,7 +176,7 @@ def cached_engine(
     inputs = repr((VERSION, FORMAT_VERSION, runtime, [source.digest for source in sources], *sorted(build.items())))
     build = {"dtype": "fp32" if RUNTIMES.get(runtime, RUNTIMES[DEFAULT_RUNTIME]).is_cpu else "bf16"} | build
     digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
-    title = re.sub(r"[^\w.]+", "-", shown_name(target.name).rpartition("/")[2]).strip(".-")[:80]
+    title = re.sub(r"[^\w.]+", "-", shown_name(target.name).rpartition("/")[2]).strip(".-")[:80] or "model"
     directory = next(cache.glob(f"*-{digest}"), cache / f"{title}-{digest}")
     with (cache / f"{directory.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when the process dies
@@ -202,13 +205,13 @@ def cached_engine(
     return directory
 
 
-def cache_folder() -> Path:
-    """Returns the folder of engines, made if needed. Raises ConfigError if it cannot be written to."""
+def cache_folder(num_bytes: int = MIN_FREE_BYTES) -> Path:
+    """Returns the folder of engines, made if needed. Raises ConfigError if num_bytes cannot be written to it."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     cache = Path(os.environ.get("FASER_CACHE") or base / "faser" / "engines")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        check_room(cache, MIN_FREE_BYTES, "engines")
+        check_room(cache, num_bytes, "engines")
     except (OSError, FileError) as error:
         raise ConfigError(f"{cache}: {getattr(error, 'strerror', None) or error}; {REMEDY}") from None
     return cache
@@ -233,7 +236,8 @@ def _ensure_profile(directory: Path, manifest: EngineManifest) -> None:
     log.info("profiling")
     command = [sys.executable, "-m", "faser_backend.cli", "profile", directory, "--quick", f"--budget-s={PROFILE_S}"]
     line = ""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, preexec_fn=die_with_parent) as process:  # noqa: PLW1509 - as in triton
         for line in process.stderr or ():
             log.info(f"profiling: {line.partition(' s  ')[2].strip() or '...'}")
     if process.returncode:
@@ -243,7 +247,7 @@ def _ensure_profile(directory: Path, manifest: EngineManifest) -> None:
 def list_engines() -> dict[str, str]:
     """Returns size and checkpoints of the cached engines in words, by name, the last used first."""
     found = {}
-    for record in sorted(cache_folder().glob(f"*/{RECORD_FILE}"), key=lambda path: -path.stat().st_mtime):
+    for record in sorted(cache_folder(0).glob(f"*/{RECORD_FILE}"), key=lambda path: -path.stat().st_mtime):
         size = sum(file.stat().st_size for file in record.parent.iterdir())
         found[record.parent.name] = f"{size / 1e6:.0f} MB, {' with draft '.join(read_json(record))}"
     return found
@@ -254,5 +258,7 @@ def remove_engines(names: list[str]) -> None:
     known = list_engines()
     for name in known if names == ["all"] else names:
         if name not in known:
-            raise ConfigError(f"{name}: no such engine in {cache_folder()}; `faser cache list` lists them")
-        shutil.rmtree(cache_folder() / name)
+            raise ConfigError(f"{name}: no such engine in {cache_folder(0)}; `faser cache list` lists them")
+        shutil.rmtree(cache_folder(0) / name)
+    for left in cache_folder(0).glob(".*.partial") if names == ["all"] else ():  # of killed builds
+        shutil.rmtree(left, ignore_errors=True)

@@ -115,13 +115,16 @@ ADMIN_KEY_FILE = Option(
 )
 # 64 GB at 1 GB/s, hashed and loaded, take 128 s; kernels, graphs and the warm-up are left 472 s.
 START_TIMEOUT_S = 600.0
+PATHS = {"gpt_model_path", "chat_template", "policy"}
 _UNSET = re.compile(r"\$\{\w+\}")
 
 
 def given_parameters(model_config: Mapping[str, Any]) -> dict[str, str]:
     """Returns the parameters that are set in a model's configuration, which Triton passes as JSON."""
     values = {name: entry.get("string_value", "").strip() for name, entry in model_config.get("parameters", {}).items()}
-    return {name: value for name, value in values.items() if value and not _UNSET.fullmatch(value)}
+    given = {name: value for name, value in values.items() if value and not _UNSET.fullmatch(value)}
+    # Triton's Python encodes names of files as ASCII: the bytes of other characters must be surrogates.
+    return given | {name: os.fsdecode(given[name].encode()) for name in PATHS & given.keys()}
 
 
 class ModelOptions(OptionTable):
@@ -199,6 +202,13 @@ class ServeOptions(OptionTable):
     def admin_key(self) -> str:
         """The key in --admin-key-file, else a random, secret one. Raises ConfigError."""
         return secrets.token_urlsafe(32) if self.admin_key_file is None else read_admin_key(self.admin_key_file)
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports that are opened, by the options that choose them."""
+        names = ("http-port", "grpc-port", "metrics-port", "openai-port")
+        found = {name: getattr(self, name.replace("-", "_")) for name in names}
+        return {name: port for name, port in found.items() if port is not None}
 
 
 class OpenAIOptions(OptionTable):

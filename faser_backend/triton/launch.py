@@ -30,7 +30,6 @@ from faser_backend.serving.parameters import ServeOptions, given_parameters
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.request_reports import line_logger
 from faser_backend.serving.runtimes import check_device
-from faser_backend.text.prompts import check_template, read_template
 from faser_backend.triton.admin import Administration
 from faser_backend.triton.launch_folder import HangWatch
 from faser_backend.triton.link import socket_path
@@ -42,13 +41,8 @@ OPENAI_START_S = 30.0
 WATCH_S = 0.5  # between two checks of the processes
 
 
-def check_engine(engine_dir: Path | None, config: EngineConfig, chat_template_file: Path | None) -> Path:
-    """Returns the directory to serve, the demo pair's by default, checked before a server starts. Raises FaserError.
-
-    chat_template_file: replaces the directory's template.
-    """
-    if chat_template_file is not None:
-        check_template(read_template(chat_template_file))
+def check_engine(engine_dir: Path | None, config: EngineConfig) -> Path:
+    """Returns the directory to serve, the demo pair's by default, checked before a server starts. Raises FaserError."""
     directory = engine_dir or demo_engine_dir()
     manifest = EngineManifest.load(directory)
     check_device(manifest.runtime)
@@ -202,7 +196,7 @@ def reload_engine(admin: Administration, engine_dir: Path, timeout_s: float, lor
     served = parameters.get(DIRECTORY_KEY)
     if served is None:
         raise ConfigError(f"model {ENGINE_MODEL} has no {DIRECTORY_KEY}: its configuration names no directory")
-    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters), None)
+    new = check_engine(engine_dir, EngineConfig.from_parameters(parameters))
     # The OpenAI server and clients keep sending the old ids, so another vocabulary needs another server.
     old_hash, new_hash = (str(read_manifest_fields(each).get("vocab_hash"))[:12] for each in (Path(served), new))
     if old_hash != new_hash:

@@ -473,7 +473,7 @@ def _plain(value: Any) -> Any:
         pairs = ((name, getattr(value, name), default) for name, default in _defaults(type(value)))
         return {name: item for name, item, default in pairs if isinstance(item, np.ndarray) or item != default}
     if isinstance(value, TextTokenizer):
-        return msgpack.ExtType(_TOKENIZER, pack([value.file, value.prompts]))
+        return msgpack.ExtType(_TOKENIZER, pack([os.fsencode(value.file or ""), value.prompts]))
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, np.generic):
@@ -496,5 +496,5 @@ def _read_extension(code: int, data: bytes) -> np.ndarray | TextTokenizer:
         return np.frombuffer(content, kind).reshape(shape)
     if code == _TOKENIZER:
         file, prompts = msgpack.unpackb(data)
-        return TextTokenizer.from_file(Path(file), PromptFormat(**prompts))
+        return TextTokenizer.from_file(Path(os.fsdecode(file)), PromptFormat(**prompts))
     raise ValueError(f"extension type {code}: unknown")

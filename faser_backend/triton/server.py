@@ -131,14 +131,11 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
         parameters: of the model configurations, by their names or by the keys that fill them.
         """
         self.options = options
-        ports = {"http-port": options.http_port, "grpc-port": options.grpc_port, "metrics-port": options.metrics_port}
-        if options.openai_port is not None:
-            ports["openai-port"] = options.openai_port
         check_host(options.host, is_exposed=options.expose_triton)
         install = find_triton()
         check_stub()
-        check_ports(options.host, ports)
-        self._claims = claim_ports(options.host, ports)
+        check_ports(options.host, options.ports)
+        self._claims = claim_ports(options.host, options.ports)
         self._launch_folder = LaunchFolder()
         self._folder = self._launch_folder.path
         self.log_file = self._folder / "tritonserver.log"

@@ -106,7 +106,7 @@ def test_options_that_do_not_go_together_are_refused(
     with pytest.raises(ConfigError, match=message):
         build_engine(request.getfixturevalue(directory), config(**options))
     with pytest.raises(ConfigError, match=message):
-        check_engine(request.getfixturevalue(directory), config(**options), None)
+        check_engine(request.getfixturevalue(directory), config(**options))
 
 
 def test_options_out_of_range():

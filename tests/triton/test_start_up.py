@@ -79,7 +79,7 @@ class Disk:
     def start(self, verify: str) -> None:
         """Runs what reads files in the processes of `faser serve`: the launcher and the engine."""
         config = EngineConfig.from_options(verify=verify)
-        check_engine(self.engine, config, None)
+        check_engine(self.engine, config)
         with pytest.raises(Loaded):
             EngineHost(ServingOptions(engine_dir=self.engine), config, MagicMock())
 
