@@ -15,7 +15,7 @@ import numpy as np
 from faser_backend.text.prompts import Prompt
 
 UNNAMED = "(none)"  # answers to prompts without a category, where others have one
-FIGURES = ("mean_accepted", "acceptance_rate", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50")
+FIGURES = ("mean_accepted", "mean_emitted", "acceptance_rate", "ttft_ms_p50", "tpot_ms_p50", "e2e_ms_p50")
 
 PAIRED_FIGURES = ("tokens_per_s", "e2e_ms_p50")  # each repeat's value is kept, for ratios within a repeat
 Categories = dict[str, dict[str, Any]]
@@ -49,13 +49,12 @@ class Answer:
     num_accepted: int  # drafted tokens that the answer holds
     digest: str  # of the answer's text or ids; equal answers have equal digests
     token_ids: list[int] = field(default_factory=list)  # () where they are unknown
+    num_steps: int = 0  # verifications, the first token's included; 0 where only the other counts are known
 
-    def cut_accepted(self) -> None:
-        """Leaves out tokens that our engine accepted after the token that ended the answer.
-
-        Every response carries at least one verification, which emits one token more than it accepts.
-        """
-        self.num_accepted = min(self.num_accepted, self.num_tokens - len(self.response_s))
+    @property
+    def num_verifications(self) -> int:
+        """Verifications of other programs emit one token beyond those that they accept; ours may emit none."""
+        return self.num_steps or self.num_tokens - self.num_accepted
 
 
 def jobs_of(prompts: Sequence[Prompt], num_jobs: int, max_tokens: int, temperature: float, seed: int) -> list[Job]:
@@ -69,11 +68,11 @@ def jobs_of(prompts: Sequence[Prompt], num_jobs: int, max_tokens: int, temperatu
 
 
 def summarise(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
-    """Returns the figures of one run. Each verification emits one token beyond those it accepts, so an answer took
-    num_tokens - num_accepted of them, its first token included. Times in ms: first token, gap between responses, time
-    per further token, whole answer."""
-    tokens, accepted, drafted = (
-        sum(getattr(answer, name) for answer in answers) for name in ("num_tokens", "num_accepted", "num_drafted")
+    """Returns the figures of one run. Times in ms: first token, gap between responses, time per further token, whole
+    answer."""
+    tokens, accepted, drafted, verifications = (
+        sum(getattr(answer, f"num_{name}") for answer in answers)
+        for name in ("tokens", "accepted", "drafted", "verifications")
     )
     times = {
         "ttft_ms": [answer.response_s[0] - answer.start_s for answer in answers],
@@ -87,7 +86,8 @@ def summarise(answers: Sequence[Answer], seconds: float) -> dict[str, float]:
         found |= {f"{name}_p50": float(p50), f"{name}_p99": float(p99)}
     return found | {
         "e2e_ms_mean": float(np.mean(times["e2e_ms"])) * 1e3,
-        "mean_accepted": accepted / max(tokens - accepted, 1),
+        "mean_accepted": accepted / max(verifications, 1),
+        "mean_emitted": tokens / max(verifications, 1),
         "acceptance_rate": accepted / drafted if drafted else 0.0,
     }
 
@@ -109,8 +109,7 @@ def count_different(answers: list[Answer], reference: list[Answer]) -> int:
 def summarise_categories(jobs: Sequence[Job], answers: Sequence[Answer]) -> Categories:
     """Returns the figures of one run by category, or {} if no job has one.
 
-    request_tokens_per_s: tokens of the answers over the time during which their requests were in flight. mean_emitted:
-    tokens per verification, the recovered or bonus token included.
+    request_tokens_per_s: tokens of the answers over the time during which their requests were in flight.
     """
     groups: dict[str, list[Answer]] = {}
     for job, answer in zip(jobs, answers, strict=True):
@@ -125,7 +124,6 @@ def summarise_categories(jobs: Sequence[Job], answers: Sequence[Answer]) -> Cate
             "num_answers": len(group),
             "num_tokens": sum(answer.num_tokens for answer in group),
             "request_tokens_per_s": figures["tokens_per_s"],
-            "mean_emitted": figures["mean_accepted"] + 1,
             **{name: figures[name] for name in FIGURES},
         }
     return found

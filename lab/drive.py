@@ -231,10 +231,8 @@ def serve_requests(
             num_ended += output.is_final
         yield num_ended / len(requests)
     seconds = clock.now_s() - start
-    for request, answer in zip(requests, answers, strict=True):
+    for answer in answers:
         answer.num_tokens = len(answer.token_ids)
-        if request.end_ids:
-            answer.cut_accepted()
         answer.digest = hashlib.sha256(np.array(answer.token_ids, dtype=np.int64).tobytes()).hexdigest()
     return answers, seconds
 
@@ -247,7 +245,7 @@ def _take(answer: Answer, output: EngineOutput, now_s: float) -> None:
     if output.is_final:
         assert output.stats is not None
         answer.num_drafted = output.stats.num_drafted
-        answer.num_accepted = output.stats.num_accepted
+        answer.num_accepted, answer.num_steps = output.stats.num_accepted, output.stats.num_steps
 
 
 def finished(run: Generator[float, None, T]) -> T:

@@ -37,7 +37,7 @@ def stream(prompt: str, args: argparse.Namespace) -> dict[str, Any]:
     asked["top_p"] = 1.0  # without it or top_k, the server decodes greedily
     flags = ("stream", "exclude_input_in_output", "return_perf_metrics", "return_num_output_tokens")
     body = json.dumps(asked | dict.fromkeys(flags, True)).encode()
-    found: dict[str, Any] = dict.fromkeys(COUNTS, 0)
+    found: dict[str, Any] = dict.fromkeys((*COUNTS, "verifications"), 0)
     start = time.perf_counter()
     with urllib.request.urlopen(f"{args.url}/v2/models/ensemble/generate_stream", body, timeout=60) as lines:
         for line in lines:
@@ -46,6 +46,7 @@ def stream(prompt: str, args: argparse.Namespace) -> dict[str, Any]:
             event = json.loads(line[5:])
             if "error" in event:
                 sys.exit(f"error: {event['error']}")
+            found["verifications"] += event[COUNTS[0]] > 0
             print(event["text_output"], end="", flush=True)
             found.setdefault("ttft_s", time.perf_counter() - start)
             # A response counts its own tokens, and the drafts of the request so far.
@@ -70,11 +71,10 @@ def main() -> None:
     tokens, drafted, accepted = (found[name] for name in COUNTS)
     if not tokens:
         sys.exit("error: the server answered without tokens")
-    verifications = max(tokens - accepted, 1)  # each verification emits one token beyond those accepted
     print(f"== {tokens} tokens in {found['seconds']:.2f} s = {tokens / found['seconds']:.0f} tokens/s, ", end="")
     print(f"first after {found['ttft_s'] * 1e3:.0f} ms; temperature {args.temperature:g}, seed {SEED}")
     print(f"== accepted {accepted} of {drafted} drafted tokens ({accepted / max(drafted, 1):.0%}): ", end="")
-    print(f"{tokens / verifications:.2f} tokens per verification")
+    print(f"{tokens / found['verifications']:.2f} tokens per verification")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from rich.text import Text
 from faser_backend.cli.options import CHAT, JSON, SYSTEM, SamplingOptions, parse_integers, takes
 from faser_backend.core.config import EngineConfig, OptionTable, option
 from faser_backend.core.errors import ConfigError, RequestError
-from faser_backend.manifest import EngineManifest
 from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
@@ -81,6 +80,7 @@ def _opened(
     """Checks the parameters, and opens the engine for one request at a time."""
     from faser_backend.api.batch import check_params
     from faser_backend.api.llm import LLM
+    from faser_backend.manifest import EngineManifest
     from faser_backend.serving.loading import shown_phases
     from faser_backend.serving.model_source import find_engine
 

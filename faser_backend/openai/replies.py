@@ -44,7 +44,6 @@ class Answer:
         self.num_tokens = 0
         self.finish_reason: str | None = None
         self.num_accepted_by_step: list[int] = []
-        self._is_step_open = False  # the last token was drafted, so its step goes on
         self._has_echoed = not wanted.echoes
         self._tokenizer = tokenizer
         self.stream = AnswerStream(
@@ -62,11 +61,8 @@ class Answer:
             output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
         part = self.stream.add(output)
         self.num_tokens += len(part.tokens)
-        for token in part.tokens:  # a step emits its accepted drafted tokens first, then one of its own
-            if not self._is_step_open:
-                self.num_accepted_by_step.append(0)
-            self.num_accepted_by_step[-1] += token.is_drafted
-            self._is_step_open = token.is_drafted
+        if part.tokens:  # of one step
+            self.num_accepted_by_step.append(sum(token.is_drafted for token in part.tokens))
         finish_reason = None if self.finish_reason else self.stream.reason
         self.finish_reason = self.finish_reason or finish_reason
         piece = Piece(echo.text + part.text, echo.tokens + part.tokens, part.pieces, finish_reason)
@@ -99,7 +95,7 @@ def speculation_of(answers: Sequence[Answer], *, is_detailed: bool) -> dict[str,
     histogram = [by_count[count] for count in range(max(by_count, default=0) + 1)]
     histogram[0] = max(0, steps - sum(histogram))
     metrics: dict[str, Any] = {
-        "mean_acceptance_length": 1 + accepted / max(steps, 1),
+        "mean_acceptance_length": max(1.0, sum(answer.num_tokens for answer in answers) / max(steps, 1)),
         "draft_acceptance_rate": accepted / max(drafted, 1),
         "acceptance_histogram": histogram,
         "num_spec_steps": steps,

@@ -155,7 +155,7 @@ class ServingOptions(OptionTable):
     engine_dir: Path | None = option(None, ENGINE_DIR)
     chat_template: Path | None = option(None, "Replace the checkpoint's chat template by this Jinja file.")
     model_name: str | None = option(
-        None, "Name the model in OpenAI's API.", OPENAI, unset="the engine directory's name"
+        None, "Name the model in OpenAI's API.", OPENAI, unset="MODEL's or the engine directory's name"
     )
     max_text_bytes: int | None = option(
         None, "Limit the bytes of one text.", CAPACITY, unset="what fits the context", ge=1

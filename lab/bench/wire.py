@@ -72,7 +72,9 @@ def read_answer(start_s: float, responses: list[Received]) -> Answer:
             text.update(outputs["text_output"][4:])  # after the string's length
             answer.response_s.append(moment)
         if NUM_TOKENS in outputs:
-            answer.num_tokens += struct.unpack("<i", outputs[NUM_TOKENS])[0]
+            num_tokens = struct.unpack("<i", outputs[NUM_TOKENS])[0]
+            answer.num_tokens += num_tokens
+            answer.num_steps += num_tokens > 0
         for field, name in COUNTERS.items():
             if name in outputs:
                 setattr(answer, field, struct.unpack("<i", outputs[name])[0])
@@ -115,8 +117,4 @@ async def run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[An
         start = time.perf_counter()
         await asyncio.gather(*(run_client(stub, requests, answers) for _ in range(num_clients)))
         seconds = time.perf_counter() - start
-    found = [read_answer(*answer) for answer in answers if answer is not None]
-    for job, answer in zip(jobs, found, strict=True):
-        if job.is_chat:
-            answer.cut_accepted()
-    return found, seconds
+    return [read_answer(*answer) for answer in answers if answer is not None], seconds

@@ -5,7 +5,7 @@ else. docs/gpu-check.md describes what each part shows.
 
     python scripts/gpu_check.py                                   # everything, into benchmarks/results
     python scripts/gpu_check.py --parts kernels,bandwidth
-    python scripts/gpu_check.py --table benchmarks/results/gpu-h100-80gb-hbm3-2026-11-21.json
+    python scripts/gpu_check.py --table benchmarks/results/gpu-h100-80gb-hbm3-2026-11-28.json
     python scripts/gpu_check.py --device cpu --budget-s 60 --tiny   # checks the script itself
 """
 

@@ -198,6 +198,7 @@ class OpenAiPeer(HttpPeer):
             answer.num_tokens = event["usage"]["completion_tokens"]
         if drafts := event.get("metrics", {}).get("speculative_decoding"):  # ours alone says it
             answer.num_drafted, answer.num_accepted = drafts["num_draft_tokens"], drafts["num_accepted_draft_tokens"]
+            answer.num_steps = drafts["num_spec_steps"]
         for choice in event["choices"]:
             return choice["text"], choice["finish_reason"] is not None
         return "", False
