@@ -257,6 +257,11 @@ def test_what_is_given_up_ends_in_the_engine(llm: LLM):
 def test_closing_ends_threads_and_calls(engine_dir: Path):
     before = set(threading.enumerate())
     llm = LLM(engine_dir, policy="none", num_threads=1)
+    if not (child := os.fork()):
+        with pytest.raises(FaserError, match="not in a fork of it"):
+            llm.generate("x")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
     llm.chat(MESSAGES, SamplingParams(max_tokens=2, guided_decoding=GuidedDecodingParams(regex="[ab]")))
     stream = llm.stream("x", LONG)
     next(stream)

@@ -1,6 +1,7 @@
 """The `faser` command in process: what it prints and in which words, what it refuses, the demo pair's cache."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -164,6 +165,17 @@ def test_launch_copy_writes_policy_and_parameters_and_leaves_the_repository_alon
     assert {path: path.read_bytes() for path in MODEL_REPO.rglob("config.pbtxt")} == before
     with pytest.raises(ConfigError, match="parameter colour: no model of model_repo has such a parameter"):
         write_launch_copy(MODEL_REPO, tmp_path / "other", {"colour": "red"}, is_decoupled=True)
+
+
+def test_paths_reach_models_whose_python_has_ascii_names():
+    given = json.dumps({"parameters": {"chat_template": {"string_value": "é"}}})
+    code = (
+        f"import os\nfrom faser_backend.serving.parameters import given_parameters\nfound = given_parameters({given})"
+    )
+    code += "\nprint(os.fsencode(found['chat_template']))"
+    names = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=names)
+    assert done.stdout.strip() == str("é".encode())
 
 
 PROMPT = ("--prompt-ids", "1,2,3", "--max-tokens", "4")

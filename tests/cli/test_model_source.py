@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from wsgiref.simple_server import make_server
 
 import pytest
@@ -157,7 +158,11 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
         assert "--weights = 'int8': an engine is built already" in run("serve", *at, "--weights", "int8")[2]
     assert run("cache", "list")[:2] == (0, f"{engine.name}  0 MB, {pair}/target with draft {draft}\n")
     assert "error: other: no such engine" in run("cache", "remove", "other")[2]
-    assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {}
+    killed = engine.with_name(".small.1.partial")
+    killed.mkdir()
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+        assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {} and not killed.exists()
 
     monkeypatch.setattr(model_source, "_ensure_profile", lambda *_: None)
 

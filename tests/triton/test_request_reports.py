@@ -104,6 +104,7 @@ def test_a_line_is_an_object_with_the_id_of_its_request(caplog: pytest.LogCaptur
     except ValueError:
         log.exception("a %s failed", "response", extra=about("7-2"))
     texts = [formatter.format(record) for record in caplog.records]
+    assert "".join(texts).isascii(), "a model's stderr is"
     # Triton's line and its end are two writes, and a model's line may come between them.
     log_lines = with_own_lines(f"I1127 loaded{texts[0]}\n".encode()) + with_own_lines(f"{texts[1]}\n".encode())
     triton, *own = log_lines.decode().splitlines()
