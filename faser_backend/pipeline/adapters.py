@@ -95,8 +95,9 @@ class Adapters:
         if not isinstance(self._target, AdaptableRunner):
             raise RequestError("lora_weights", list(weights.shape), NO_RUNTIME)
         matrices = read_tensors(weights, config, self._target.spec, self._max_rank)
-        num_bytes = sum(part.nbytes for pair in matrices.values() for part in pair)
-        new = SentAdapter(name, self._target.store_adapter(matrices), num_bytes)
+        adapter = self._target.store_adapter(matrices)
+        num_bytes = getattr(adapter, "num_bytes", sum(part.nbytes for pair in matrices.values() for part in pair))
+        new = SentAdapter(name, adapter, num_bytes)
         room = self._max_bytes - sum(sent.num_bytes for sent in self._sent.values() if sent.users)
         # After `room`, as uses end meanwhile.
         idle = [each for each, sent in self._sent.items() if not sent.users and each != task_id]

@@ -34,6 +34,7 @@ class ModelProposer(Proposer):
     main_source = "model"
     max_lag = MAX_DRAFT_LAG
     num_ahead = 0  # the position of a row's token, minus the row's
+    fewest_tokens = 1  # of a sequence that drafts
 
     sampler: Sampler
     times: PhaseTimes
@@ -47,7 +48,7 @@ class ModelProposer(Proposer):
         assert runner is not None, "drafting needs a draft model"
         self.times.start()
         chain = Chain(batch, proposal, runner.vocab_size if self.keeps_probs else 0)
-        active = np.flatnonzero(proposal.num_draft_tokens)
+        active = np.flatnonzero((proposal.num_draft_tokens > 0) & (batch.num_tokens >= self.fewest_tokens))
         if loop is None or self.keeps_probs or not active.size or not loop.can_draft(batch.slots[active]):
             self._draft_in_steps(runner, chain, active, proposal.num_candidates)
         else:

@@ -19,10 +19,9 @@ import numpy as np
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import BlockRunner, DeviceArray, DraftLoop, DraftTokens, HeadRunner, ModelRunner
+from faser_backend.core.ports import BlockRunner, DeviceArray, DraftTokens, HeadRunner, ModelRunner
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import Chain, ModelProposer
-from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, single_rows, verify_sampling_rows
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, MAX_DRAFT_LAG
 
@@ -49,7 +48,6 @@ class HeadProposer(ModelProposer):
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
         head, batch, step = cast(HeadRunner, runner), chain.batch, 0
-        active = active[batch.num_tokens[active] >= self.fewest_tokens]
         hidden: DeviceArray = None
         while active.size:
             if hidden is None:
@@ -66,11 +64,6 @@ class HeadProposer(ModelProposer):
             goes_on = chain.wants_more(active, step)
             active, hidden = active[goes_on], head.take_rows(hidden, np.flatnonzero(goes_on))
             self.times.lap("draft_sample")
-
-    def _draft_at_once(self, loop: DraftLoop, chain: Chain, active: np.ndarray, proposal: Proposal) -> None:
-        active = active[chain.batch.num_tokens[active] >= self.fewest_tokens]
-        if active.size:
-            super()._draft_at_once(loop, chain, active, proposal)
 
     def _first_rows(self, chain: Chain, active: np.ndarray, tables: np.ndarray) -> RowBatch:
         assert not chain.num_behind.any(), "a head cannot draft behind tokens that its target has not seen"
@@ -93,7 +86,6 @@ class BlockProposer(HeadProposer):
 
     def _draft_in_steps(self, runner: ModelRunner, chain: Chain, active: np.ndarray, num_candidates: int) -> None:
         drafter, batch = cast(BlockRunner, runner), chain.batch
-        active = active[batch.num_tokens[active] >= self.fewest_tokens]
         if not active.size:
             return
         context = self.unread_rows(batch, active, with_logits=False)

@@ -43,7 +43,10 @@ def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
         raise ConfigError(f"early_exit = 'on' with draft = {BOTH!r}: n-gram chains have no exits; use 'auto'")
     if config.early_exit == "on" and config.policy != "none" and not manifest.exit_layers:
         raise ConfigError("early_exit = 'on': the engine has no exits; build it with --exit-layers, then profile it")
-    return ModelPair(manifest.target, draft)
+    target = manifest.target
+    if draft is None and manifest.runtime_spec.is_cpu:  # elsewhere features are an input of the segments
+        target = replace(target, spec=replace(target.spec, feature_layers=()))  # that a head would read
+    return ModelPair(target, draft)
 
 
 def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:

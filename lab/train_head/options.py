@@ -43,7 +43,7 @@ class HeadOptions(OptionTable):
     decay_share: float = option(0.5, "Decay learning rates over this last share of steps.", ge=0, le=1)
     num_slots: int = option(64, "Write this many conversations together: 2048 on a large GPU.", ge=1)
     num_threads: int | None = option(None, EngineConfig.options()["num_threads"], section="Options")
-    device: str = option("auto", "Write and train on this device.", values="auto|cpu|cuda")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Write and train on this device.")
     precision: Literal["bf16", "fp32"] = option("bf16", "Multiply matrices in this precision.")
     seed: int = option(0, shared.SEED)
     # Not on the command line:
@@ -70,7 +70,7 @@ class HeadOptions(OptionTable):
     @property
     def folder(self) -> Path:
         """Returns the folder of data and checkpoints."""
-        return self.work or self.output.with_name(f"{self.output.name}.work")
+        return self.work or self.output.resolve().with_suffix(f"{self.output.suffix}.work")
 
     @property
     def dialogues(self) -> Path:

@@ -13,6 +13,7 @@ import torch
 from matplotlib import pyplot as plt
 from rich.console import Console
 
+from faser_backend.core.errors import ConfigError
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.pairs import open_checkpoint
 from faser_backend.lab.progress import progress_bar
@@ -58,6 +59,8 @@ def open_target(options: HeadOptions) -> Target:
     available = len(os.sched_getaffinity(0))
     torch.set_num_threads(min(options.num_threads or available, available))
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device = 'cuda': torch finds no GPU here")
     return Target(options.target, torch.device(device), is_exact=options.precision == "fp32")
 
 

@@ -39,7 +39,7 @@ class Target:
             )
         self.device = device
         weights = ModelWeights(checkpoint, spec)
-        is_bf16 = device.type == "cpu" or weights.checkpoint_dtype == "bf16"
+        is_bf16 = device.type == "cpu" or weights.checkpoint_dtype == "BF16"
         self.dtype = torch.float32 if is_exact else torch.bfloat16 if is_bf16 else torch.float16
         self.layers: list[dict[str, Tensor]] = [{} for _ in range(spec.num_layers)]  # matrices are [outputs, inputs]
         ends: dict[str, Tensor] = {}

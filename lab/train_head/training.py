@@ -112,6 +112,8 @@ class Trainer:
             found = [self._corpus.shards[shard][dialogue] for shard, dialogue in batches[progress.step]]
             learned = self._learn(Batch.of(found, self._target, learned=self.draft.LEARNED), len(batches))
             recent.append(learned.first)
+            if not np.isfinite(learned.first):
+                raise ConfigError(f"step {progress.step + 1}: loss = {learned.first}; lower the rates, start again")
             progress.step += 1
             progress.num_rows += learned.num_rows
             is_last = progress.step == len(batches)

@@ -91,7 +91,7 @@ class Writer:
         # Forced tokens: the beginnings, then what follows a question, then what precedes a second one; -1: none
         self._scripts = torch.full((NUM_BEGINNINGS + 2, self._script_width), -1, device=device)
         self._is_end = torch.zeros(target.spec.vocab_size, dtype=torch.bool, device=device)
-        self._is_end[[*frame.end_ids, frame.after[0]]] = True
+        self._is_end[[*frame.end_ids]] = True
         shape = (size, target.spec.num_kv_heads, length, target.spec.head_dim)
         self._keys, self._values = (
             [torch.zeros(shape, dtype=target.dtype, device=device) for _ in range(target.spec.num_layers)]
@@ -167,7 +167,7 @@ class Writer:
         forced = torch.where(self._index < self._script_width, forced, -1)
         is_forced = forced >= 0
         counts = torch.where(is_forced, 0, self._drawn + 1)
-        is_said = self._is_end[drawn]
+        is_said = self._is_end[drawn] | (~is_answer & (drawn == frame.after[0]))
         limit = torch.where(is_answer, options.max_answer, options.max_question)
         ends = ~is_forced & (is_said | (counts >= limit))
         token = torch.where(is_forced, forced, torch.where(ends & ~is_said, frame.end_ids[0], drawn))

@@ -36,7 +36,7 @@ class StoredAdapter:
                 addresses[layer, ADAPTED.index(name), part] = end
                 parts.append(store_halves(matrix))
                 end += parts[-1].size
-        self._memory = aligned_zeros((end,), np.uint8)
+        self.num_bytes, self._memory = end, aligned_zeros((end,), np.uint8)
         np.concatenate(parts, out=self._memory)
         addresses[addresses >= 0] += self._memory.ctypes.data
         self.row = np.append(pair[1].shape[0], addresses)
