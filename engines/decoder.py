@@ -19,7 +19,7 @@ import numpy as np
 import onnx
 
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.engines.arrays import FLOAT_TYPES
+from faser_backend.engines.checkpoint import FLOAT_TYPES
 from faser_backend.engines.eagle3 import DraftHead
 from faser_backend.engines.graph import GraphBuilder, WeightStore
 from faser_backend.engines.weights import ModelWeights

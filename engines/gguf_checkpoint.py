@@ -25,8 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, ReaderTenso
 from gguf.quants import dequantize, quant_shape_to_byte_shape
 
 from faser_backend.core.model import MAX_CONTEXT, MAX_EXPERTS, MAX_HEADS, MAX_WIDTH, RopeScaling
-from faser_backend.engines.arrays import DTYPES, checked_finite
-from faser_backend.engines.checkpoint import Checkpoint, CheckpointError, ConfigFields
+from faser_backend.engines.checkpoint import DTYPES, Checkpoint, CheckpointError, ConfigFields, checked_finite
 from faser_backend.engines.gguf_tokenizer import convert_tokenizer
 from faser_backend.files import FileError, check_regular
 

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-from faser_backend.engines.arrays import converted_blocks
+from faser_backend.engines.checkpoint import converted_blocks
 from faser_backend.manifest import TensorSpec
 
 OPSET = 23

@@ -18,8 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from faser_backend.core.model import MAX_WIDTH
-from faser_backend.engines.arrays import checked_finite, row_blocks
-from faser_backend.engines.checkpoint import QUANTISED_BLOCK, ZERO_POINTS, CheckpointError, ConfigFields
+from faser_backend.engines.checkpoint import (
+    QUANTISED_BLOCK,
+    ZERO_POINTS,
+    CheckpointError,
+    ConfigFields,
+    checked_finite,
+    row_blocks,
+)
 from faser_backend.engines.safetensors_checkpoint import HuggingFaceCheckpoint
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of 8 outputs is in their word

@@ -16,8 +16,15 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from faser_backend.engines.arrays import DTYPES, checked_finite
-from faser_backend.engines.checkpoint import CONFIG_FILE, Checkpoint, CheckpointError, ConfigFields, read_json
+from faser_backend.engines.checkpoint import (
+    CONFIG_FILE,
+    DTYPES,
+    Checkpoint,
+    CheckpointError,
+    ConfigFields,
+    checked_finite,
+    read_json,
+)
 from faser_backend.files import FileError, check_regular
 
 WEIGHTS_FILE = "model.safetensors"

@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from faser_backend.core.model import ModelSpec
-from faser_backend.engines.arrays import FLOAT_TYPES
-from faser_backend.engines.checkpoint import CheckpointError
+from faser_backend.engines.checkpoint import FLOAT_TYPES, CheckpointError
 from faser_backend.engines.decoder import GraphForm, SegmentGraph, build_head, build_segment
 from faser_backend.engines.eagle3 import DraftHead
 from faser_backend.engines.graph import WeightStore

@@ -23,8 +23,13 @@ import numpy as np
 
 from faser_backend.core.model import DFLASH, EAGLE3, ModelSpec, WeightFormat
 from faser_backend.cpu.kernels.layouts import COLUMNS_AT_ONCE, store_groups, store_matrix, stored_bytes
-from faser_backend.engines.arrays import FLOAT_TYPES, converted_blocks
-from faser_backend.engines.checkpoint import QUANTISED_BLOCK, ZERO_POINTS, CheckpointError
+from faser_backend.engines.checkpoint import (
+    FLOAT_TYPES,
+    QUANTISED_BLOCK,
+    ZERO_POINTS,
+    CheckpointError,
+    converted_blocks,
+)
 from faser_backend.engines.eagle3 import DraftHead
 from faser_backend.engines.weights import ENDS, ModelWeights
 from faser_backend.manifest import CPU_KV_CACHE_DTYPES, FileSpec, ModelEngine, SegmentSpec, TensorSpec

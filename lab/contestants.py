@@ -78,6 +78,11 @@ class Sizing:
     max_tokens: int
     temperatures: tuple[float, ...]
     bursty_ablations: bool
+    num_categories: int = 1  # of prompts; a closed loop has a job of each
+
+    def waves_of(self, load: Load) -> int:
+        """Returns the least number of waves of a closed loop."""
+        return max(self.min_waves, -(-self.num_categories // load.num_clients))
 
     def repeats_of(self, load: Load) -> int:
         return self.bursty_repeats if load.is_open else self.repeats

@@ -20,6 +20,7 @@ from faser_backend.lab.places import ROOT
 
 GPU_PACKAGES = ("torch", "triton", "cuda-python", "tensorrt-cu13", "tensorrt-rtx-cu13-libs")
 PACKAGES = ("faser-backend", "numpy", "numba", "nvidia-pytriton", "tritonclient", "grpcio", "tokenizers")
+LOAD_AVERAGE = [round(load, 2) for load in os.getloadavg()]  # at the start, before what is measured adds to it
 _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
 
 
@@ -31,7 +32,7 @@ def describe(seed: int) -> dict[str, Any]:
     return {
         "device": cpu_name(),
         "gpu": gpu or None,
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": LOAD_AVERAGE,
         "versions": installed_versions(PACKAGES + (GPU_PACKAGES if gpu else ())),
         "seed": seed,
         **describe_checkout(),

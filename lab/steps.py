@@ -12,8 +12,8 @@ import numpy as np
 
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.plan import StepRecord
+from faser_backend.core.ports import PhaseEvent
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.timing import PhaseEvent
 
 MODEL_CALLS = frozenset({"draft_model", "target_model", "prefill_model"})
 PLANNING = frozenset({"schedule", "observe"})
@@ -77,6 +77,7 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
     ahead = np.array([sequence in drafting for drafting, decodes in drafts for sequence in decodes], bool)
     lost_to_trim, lost_to_exit = count_lost(records)
     num_accepted = int(accepted.sum())
+    acceptable = num_accepted + lost_to_trim + lost_to_exit
     full_rows = int(kept.sum())
     pruned_layers = sum(record.verification.num_row_layers for record in records) - full_rows * num_layers
     pruned_rows = int((rows - kept).sum())
@@ -101,7 +102,7 @@ def figures(log: StepLog, num_layers: int) -> dict[str, float]:
         "row_layers_saved_by_exit": pruned_rows * num_layers - pruned_layers,
         "lost_to_trim": lost_to_trim,
         "lost_to_exit": lost_to_exit,
-        "retention": num_accepted / (num_accepted + lost_to_trim + lost_to_exit) if num_accepted else 1.0,
+        "retention": num_accepted / acceptable if acceptable else 1.0,
         "chains_ahead": int(ahead.sum()),
         "chains_ahead_discarded": int((ahead & (accepted < drafted)).sum()),
         **modes,

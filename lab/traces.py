@@ -76,7 +76,11 @@ def read_trace(path: Path, num_requests: int | None = None, *, may_be_shorter: b
 
 
 def scaled(trace: Trace, rate: float) -> Trace:
-    """Scales the trace's gaps to a mean rate in requests per second."""
+    """Scales the trace's gaps to a mean rate in requests per second. Raises ConfigError if there are no gaps."""
+    if len(trace) == 1:
+        return trace
+    if trace.arrivals_s[-1] == 0.0:
+        raise ConfigError(f"{trace.description}: all requests come at once, which no rate can change")
     _check_rate(rate)
     factor = trace.rate / rate
     words = f"{trace.description}, gaps scaled by {factor:.4g} to {rate:g} requests/s"

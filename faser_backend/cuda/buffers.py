@@ -1,17 +1,19 @@
 """The tensors of GPU calls, by their names in the manifest: inputs in one block, pools, hidden states, results.
 
-Numpy writes a call's integers into pinned host memory; one asynchronous copy takes them to the device.
+Numpy writes a call's integers into pinned host memory; one asynchronous copy takes them to the device. Pinned memory
+comes from torch's cache, which reuses it only after the copies queued from it have run: it needs no owner.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 import torch
 
 from faser_backend.core.batch import RowBatch
+from faser_backend.core.ports import Behind, run_behind
 from faser_backend.cuda.call_shapes import DIMENSIONS, CallBounds
 from faser_backend.cuda.pool import CudaKvPool
 from faser_backend.manifest import SegmentSpec, TensorSpec
@@ -197,3 +199,38 @@ def call_tensors(
             shape = shape_in_call(tensor, bounds)
             tensors[tensor.name] = store.get(layers.get(tensor.name, tensor.name), shape, dtype)
     return tensors
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Returns a copy of the array on the device; on a GPU the copy is queued, not waited for."""
+    if device.type != "cuda":
+        return torch.from_numpy(array.copy())
+    return torch.from_numpy(array).pin_memory().to(device, non_blocking=True)
+
+
+def upload(block: torch.Tensor, fill: Callable[[np.ndarray], None]) -> None:
+    """Lets `fill` write block.numel() bytes of host memory, and queues their copy to block (uint8, 1-D)."""
+    area = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=block.is_cuda)
+    fill(area.numpy())
+    block.copy_(area, non_blocking=True)
+
+
+def to_host(*tensors: torch.Tensor, behind: Behind | None = None) -> list[np.ndarray]:
+    """Copies tensors of one device to the host, after one wait for all work of the current stream.
+
+    behind: what the host does first, while the device works.
+    """
+    is_cuda = tensors[0].is_cuda
+    copies = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=is_cuda) for tensor in tensors]
+    for copy, tensor in zip(copies, tensors, strict=True):
+        copy.copy_(tensor, non_blocking=True)
+    if is_cuda:
+        done = torch.cuda.Event()
+        done.record()
+        run_behind(behind)
+        done.synchronize()  # without the interpreter lock, so that the other lane goes on
+        # Freeing pinned memory records events on the streams that used it. So no result keeps it: it could outlive the
+        # stream of a share.
+        return [copy.numpy().copy() for copy in copies]
+    run_behind(behind)
+    return [copy.numpy() for copy in copies]

@@ -16,7 +16,7 @@ import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.ports import DraftTokens
-from faser_backend.cuda.buffers import NO_SLOT
+from faser_backend.cuda.buffers import NO_SLOT, to_host, upload
 from faser_backend.cuda.call_shapes import MAX_GRAPH_ROWS, CallBounds
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
 from faser_backend.cuda.runner import CudaRunner
@@ -32,7 +32,6 @@ from faser_backend.cuda.sampler import (
 )
 from faser_backend.cuda.segment import PreparedCall
 from faser_backend.cuda.streams import on_share
-from faser_backend.cuda.transfer import to_host, upload
 
 MAX_STEPS = 64  # draft tokens of a chain
 _STEPS = NUM_WORDS  # the first row of a plan's positions and slot mapping

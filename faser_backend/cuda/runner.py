@@ -30,6 +30,9 @@ from faser_backend.cuda.buffers import (
     filled_inputs,
     num_columns,
     put_tables,
+    to_device,
+    to_host,
+    upload,
 )
 from faser_backend.cuda.call_shapes import UNLIMITED, CallBounds, CallMenu
 from faser_backend.cuda.graphs import CallCache, GraphCapturer, RepeatedLaunch
@@ -38,7 +41,6 @@ from faser_backend.cuda.segment import Launch, PreparedCall, SegmentProgram
 from faser_backend.cuda.streams import SmPartition, on_share
 from faser_backend.cuda.torch_programs import TorchBlock
 from faser_backend.cuda.torch_weights import AdapterTensors
-from faser_backend.cuda.transfer import to_device, to_host, upload
 from faser_backend.manifest import ModelEngine, TensorSpec
 
 _log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from faser_backend.core.batch import SamplingRows
 from faser_backend.core.ports import NO_TOKEN, Behind, DraftTokens
 from faser_backend.cpu.noise import GumbelNoise, noise_table
 from faser_backend.cpu.sampler import MAX_MARGIN, NumpySampler, SlotParameters
+from faser_backend.cuda.buffers import to_device, to_host
 from faser_backend.cuda.call_shapes import FILTER_ROWS
-from faser_backend.cuda.transfer import to_device, to_host
 from faser_backend.plugins.perturb_logits import perturb_logits
 
 NUM_WORDS = 6  # of a row's parameters

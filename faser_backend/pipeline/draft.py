@@ -13,12 +13,11 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, Sampler
+from faser_backend.core.ports import DraftLoop, DraftTokens, ModelRunner, Partition, PhaseTimes, Sampler
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.acceptance import PURPOSE_DRAFT, draw, rank_drawn
 from faser_backend.pipeline.propose import Proposal, Proposer
 from faser_backend.pipeline.rows import DecodeBatch, piece_rows, run_model, single_rows
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.trim import chances, continues
 from faser_backend.policy.speculation import MAX_DRAFT_LAG
 

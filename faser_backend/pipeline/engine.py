@@ -19,14 +19,13 @@ from faser_backend.core.decision import WHOLE, PipelineMode
 from faser_backend.core.errors import ErrorCode, Failure, QueueFullError, RequestError
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import InFlight, StepPlan, StepRecord
-from faser_backend.core.ports import Behind, Clock, GraphCounts, Partition, Sampler
+from faser_backend.core.ports import Behind, Clock, GraphCounts, Partition, PhaseTimes, Sampler
 from faser_backend.core.request import EngineOutput, FinishReason, Limits, Request
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.adapters import Adapters
 from faser_backend.pipeline.commit import final_output
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 from faser_backend.policy.scheduler import Scheduler
 from faser_backend.policy.speculation import MAX_DRAFT_LAG, SpeculationPolicy

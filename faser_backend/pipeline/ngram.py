@@ -14,11 +14,10 @@ import numpy as np
 
 from faser_backend.core.frontier import NGRAM, Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import Partition
+from faser_backend.core.ports import Partition, PhaseTimes
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.calibration import MarginCurve
 
 MIN_MATCH, MAX_MATCH = 1, 3  # tokens that are looked up: the longest n-gram that occurred before

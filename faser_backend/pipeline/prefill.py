@@ -14,12 +14,11 @@ from faser_backend.core.batch import RowBatch
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import blaming
 from faser_backend.core.plan import PrefillChunk, StepPlan
-from faser_backend.core.ports import Clock, ModelRunner, Partition, Sampler
+from faser_backend.core.ports import Clock, ModelRunner, Partition, PhaseTimes, Sampler
 from faser_backend.core.request import NUM_CONTEXT_TOP
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.rows import run_model, token_range_rows
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.block_manager import BlockManager
 
 MAX_LOGIT_ROWS = 64  # of a call: 32 MB of logits at 128k tokens, and enough rows that weights are read for many at once

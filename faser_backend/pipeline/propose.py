@@ -14,10 +14,9 @@ import numpy as np
 from faser_backend.core.decision import TrimRule
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk
-from faser_backend.core.ports import Partition
+from faser_backend.core.ports import Partition, PhaseTimes
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.pipeline.timing import PhaseTimes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

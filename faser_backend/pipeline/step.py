@@ -20,7 +20,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import Failure
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan, StepRecord
-from faser_backend.core.ports import Behind, Clock, Partition, Sampler, run_behind
+from faser_backend.core.ports import Behind, Clock, Partition, PhaseTimes, Sampler, run_behind
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.commit import attach, commit_tokens, extras_of, final_output, round_counts
@@ -28,7 +28,6 @@ from faser_backend.pipeline.in_flight import join, merge, split, surviving, with
 from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.pipeline.trim import admit, admit_by_price
 from faser_backend.pipeline.verify import Verifier
 from faser_backend.policy.scheduler import Scheduler

@@ -11,10 +11,9 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.decision import ExitView, Pruner
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
-from faser_backend.core.ports import DeviceArray, ModelRunner, Sampler
+from faser_backend.core.ports import DeviceArray, ModelRunner, PhaseTimes, Sampler
 from faser_backend.pipeline.acceptance import PURPOSE_ACCEPT, PURPOSE_RECOVER, accept_by_rejection, accept_matches
 from faser_backend.pipeline.rows import DecodeBatch, keep_rows, mixed_rows, run_model, verify_rows, verify_sampling_rows
-from faser_backend.pipeline.timing import PhaseTimes
 
 
 class Verifier:

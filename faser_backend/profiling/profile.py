@@ -24,12 +24,12 @@ from rich.table import Table
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
+from faser_backend.core.ports import MODEL_PHASES
 from faser_backend.core.request import Request, Sampling
 from faser_backend.device.runtime import ModelPair
 from faser_backend.files import check_room
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.timing import MODEL_PHASES
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel, OverheadCost
 from faser_backend.profiling.calibration import RETENTION, TOKENS_EACH, MakeEngine, ProbePolicy, calibrate
 from faser_backend.profiling.cases import FULL, MAX_SEQUENCES, QUICK, Case, Effort, choose_cases, share_within
@@ -46,7 +46,6 @@ PROFILE_BYTES = 8 << 20  # at most
 SEED = 0
 WIDE = 200  # columns of a table that nobody sees
 BUSY_SPREAD = 0.15  # an idle machine repeats a call within a few percent
-BUSY_LOAD = 0.7  # of other programs, in the last minute: one that never rests slows all repeats alike
 # For the estimate: probe steps, tokens per step and request in calibration, mean time of a measured step relative to a
 # probe step (whose chains are the longest), and calls that warm up a case.
 PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
@@ -298,13 +297,12 @@ def run_profile(
         raise ConfigError(f"--budget-s = {budget_s:g}: must be above 0")
     manifest = EngineManifest.load(engine_dir)
     check_room(engine_dir, PROFILE_BYTES, PROFILE_FILE)
-    load = os.getloadavg()[0]
     with terminable(), shown_phases():
         try:
             profile = profile_engine(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{engine_dir} is unchanged") from None
-        if profile.spread > BUSY_SPREAD or load > BUSY_LOAD:
+        if profile.spread > BUSY_SPREAD:
             log.warning("the machine was busy, so times are too long: run `faser profile` again when it is idle")
     profile.save(engine_dir)
     costs = cost_model_of(manifest, profile.costs, profile.overhead)

@@ -12,7 +12,7 @@ import numpy as np
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.ports import Sampler
+from faser_backend.core.ports import PhaseTimes, Sampler
 from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.draft import ModelProposer
@@ -20,7 +20,6 @@ from faser_backend.pipeline.head import BlockProposer, HeadProposer
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.speculation import Knowledge
 from faser_backend.serving.default_costs import with_ngrams
 from faser_backend.serving.profile_store import load_knowledge

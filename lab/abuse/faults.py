@@ -21,7 +21,7 @@ from faser_backend.lab import environment
 from faser_backend.lab.abuse.cases import PROMPT
 from faser_backend.lab.abuse.clients import GrpcClient, Reply, make_request
 from faser_backend.lab.abuse.fuzz import END_S
-from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, report
+from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, note, report
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.model_source import demo_engine_dir
@@ -187,14 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=list(FAULTS), default=list(FAULTS), metavar="FAULT")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
-    outcomes: list[Outcome] = []
+    outcomes, broken = list[Outcome](), list[str]()
     try:
         with tempfile.TemporaryDirectory(prefix="faser-faults-") as folder:
             bench = Bench(Path(folder))
             for name in args.only:
                 print(name, file=sys.stderr)
                 outcomes.append(tried(name, bench))
+                note(broken, [f"{outcomes[-1].fault}: {line}" for line in outcomes[-1].broken])
     finally:  # also after an interrupt
-        broken = [f"{outcome.fault}: {line}" for outcome in outcomes for line in outcome.broken]
-        status = report([outcome.row() for outcome in outcomes], broken)
+        status = report([outcome.row() for outcome in outcomes], len(broken))
     return status

@@ -20,7 +20,7 @@ import numpy as np
 
 from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, make_case
 from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http, make_request
-from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, report, serving
+from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, note, report, serving
 from faser_backend.lab.checks.options import make_parser
 
 NUM_CLIENTS = 4
@@ -113,14 +113,14 @@ def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: It
                 outcome.num_answered += not reply.errors
                 outcome.slowest = max(outcome.slowest, (reply.seconds, number, case.label))
                 outcome.errors.update(error[:60] for error in reply.errors)
-                outcome.broken += [f"{name}, case {number} ({case.label}): {wrong}"] if wrong else []
+                note(outcome.broken, [f"{name}, case {number} ({case.label}): {wrong}"] if wrong else [])
         client.close()
 
     start_s = time.monotonic()
     with neighbour, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         list(pool.map(work, range(NUM_CLIENTS)))
     outcome.seconds, outcome.waits = time.monotonic() - start_s, neighbour.waits.copy()
-    outcome.broken += afterwards(served, neighbour)
+    note(outcome.broken, afterwards(served, neighbour))
     asker.close()
     return outcome
 
@@ -147,16 +147,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_servers_on_sigterm()
     if args.cases < 1:
         parser.error(f"--cases {args.cases}: must be at least 1")
-    outcomes = []
-    for contract, mode in [(contract, mode) for contract in CONTRACTS for mode in MODES]:
-        numbers = [args.only] if args.only is not None else range(args.cases // (len(CONTRACTS) * len(MODES)))
+    outcomes, servers = [], [(contract, mode) for contract in CONTRACTS for mode in MODES]
+    for contract, mode in servers:
+        numbers = [args.only] if args.only is not None else range(-(-args.cases // len(servers)))
 
         def make(number: int, contract: str = contract) -> Case:
             return make_case(args.seed, number, contract)
 
         with serving("--num-threads", 1, mode, "--contract", contract) as served:
             outcomes.append(fuzz(served, contract, make, numbers, f"{contract} {mode}"))
-    status = report([outcome.row() for outcome in outcomes], [line for outcome in outcomes for line in outcome.broken])
+    status = report([outcome.row() for outcome in outcomes], sum(len(outcome.broken) for outcome in outcomes))
     for outcome in outcomes:
         print(f"\n{outcome.server}, most frequent errors:")
         print("\n".join(f"  {count:5d}  {error!r}" for error, count in outcome.errors.most_common(12)))

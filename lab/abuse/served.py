@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,11 +143,16 @@ def end_servers_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
-def report(rows: Sequence[Mapping[str, Any]], broken: Sequence[str]) -> int:
-    """Prints a table, and a line per broken promise on stderr. Returns the script's exit status."""
+def note(broken: list[str], found: Iterable[str]) -> None:
+    """Adds broken promises to the list, and prints a line of each on stderr at once."""
+    for line in found:
+        broken.append(line)
+        if len(broken) <= MAX_SHOWN:
+            print(f"broken promise: {line}", file=sys.stderr, flush=True)
+
+
+def report(rows: Sequence[Mapping[str, Any]], num_broken: int) -> int:
+    """Prints a table, and the number of broken promises on stderr. Returns the script's exit status."""
     print("\n".join(markdown_table(list(rows[0]), rows) if rows else []), flush=True)
-    for line in broken[:MAX_SHOWN]:
-        print(f"broken promise: {line}", file=sys.stderr)
-    if len(broken) > MAX_SHOWN:
-        print(f"and {len(broken) - MAX_SHOWN} more", file=sys.stderr)
-    return int(bool(broken))
+    print(f"{num_broken} broken promises", file=sys.stderr)
+    return int(num_broken > 0)

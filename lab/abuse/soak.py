@@ -23,7 +23,7 @@ import numpy as np
 from faser_backend.lab.abuse.cases import PROMPT, make_case, pick
 from faser_backend.lab.abuse.clients import GrpcClient, Reply, ask_http, judge, make_request
 from faser_backend.lab.abuse.fuzz import send
-from faser_backend.lab.abuse.served import Served, Usage, end_servers_on_sigterm, report, serving, usage
+from faser_backend.lab.abuse.served import Served, Usage, end_servers_on_sigterm, note, report, serving, usage
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import is_running
@@ -232,26 +232,25 @@ def soak(served: Served, seconds: float, num_pauses: int, seed: int) -> Soak:
             done, broken = client.act()
             with lock:
                 result.num_done.update(done)
-                result.broken += broken
+                note(result.broken, broken)
                 end_s = until_s + (MAX_EXTRA_S if result.missing else 0.0)
 
     with ThreadPoolExecutor(NUM_CLIENTS) as pool:
         for _ in range(num_pauses):
             until_s = time.monotonic() + seconds / num_pauses
             list(pool.map(work, clients))
-            result.broken += sample(served, before, result.samples, start_s)
+            note(result.broken, sample(served, before, result.samples, start_s))
             minutes, num_done = (time.monotonic() - start_s) / 60, result.num_done.total()
             print(f"minute {minutes:.1f}: {num_done} answers, {len(result.broken)} broken promises", file=sys.stderr)
             if result.broken and not served.is_ready():
                 break
     if served.is_ready():
         if ask_alone(alone) != expected:
-            result.broken.append("afterwards, alone: other answers than before")
+            note(result.broken, ["afterwards, alone: other answers than before"])
         result.num_preemptions = served.num_preemptions
     for each in (alone, *(client.grpc for client in clients)):
         each.close()
-    result.broken += growth(result.samples)
-    result.broken += [f"{each}: never happened" for each in result.missing]
+    note(result.broken, [*growth(result.samples), *(f"{each}: never happened" for each in result.missing)])
     return result
 
 
@@ -312,7 +311,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with serving(*SERVE_OPTIONS) as served:
         result = soak(served, seconds, max(5, int(seconds / 20)), args.seed)
     rows = [{"request, and what became of it": what, "times": num} for what, num in sorted(result.num_done.items())]
-    status = report(rows, result.broken)
+    status = report(rows, len(result.broken))
     blocks = max((each.blocks for each in result.samples), default=0)
     print(f"\nPreemptions: {result.num_preemptions}.\nKV blocks in use at the {len(result.samples)} pauses: ", end="")
     print(f"at most {blocks:.0f}. Processes, after the first {WARM_UP:.0%} of the pauses:\n")

@@ -1,7 +1,7 @@
 """Runs `faser bench`: the ladder, a timeline per pipeline mode, and three files that are written together at the end.
 
-It prints beforehand how much memory and time it needs. An interrupted run writes the loads that it has measured
-completely. If there are none, it leaves the output unchanged.
+It prints beforehand how much memory and time it needs. An interrupted or failed run writes the loads that it has
+measured completely. If there are none, it leaves the output unchanged.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 import tempfile
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.device.runtime import ModelPair
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
@@ -48,7 +49,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.processes import terminable
-from faser_backend.serving.profile_store import load_profile
+from faser_backend.serving.profile_store import PROFILE_FILE, load_profile
 from faser_backend.text.tokenizer import load_tokenizer
 
 REPORT_BYTES = 32 << 20  # at most, of all three files together
@@ -63,11 +64,11 @@ def run_bench(options: BenchOptions, sizing: Sizing, *, command: str) -> None:
         raise ConfigError(f"--budget-s = {options.budget_s:g}: must be above 0")
     with terminable():
         try:
-            is_whole = BenchRun(options, sizing).run(command)
+            failure = BenchRun(options, sizing).run(command)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{options.output} is unchanged") from None
-    if not is_whole:
-        raise KeyboardInterrupt("the files hold what was measured until then")
+    if failure is not None:
+        raise failure
 
 
 class BenchRun:
@@ -86,17 +87,18 @@ class BenchRun:
         self._engine_dir = options.engine_dir or demo_engine_dir()
         self._manifest = EngineManifest.load(self._engine_dir)
         self._prompts = self._load_prompts()
+        self._sizing = replace(sizing, num_categories=len({prompt.category for prompt in self._prompts.prompts}))
         self._ensure_profile()
         self._workload = self._make_workload()
         self._meta: dict[str, Any] = environment.describe(options.seed)
         self._memory = plan_memory(self._manifest, len(self._contestants) + 1)  # one more for timelines
 
-    def run(self, command: str) -> bool:
-        """Returns whether everything was measured."""
+    def run(self, command: str) -> BaseException | None:
+        """Returns the error or interrupt after which the rest was not measured. Raises it if nothing had been."""
         options = self._options
         if self._memory.words:
             print(f"{len(self._contestants)} engines; {self._memory.words}", file=sys.stderr)
-        is_whole, events, timelines = True, [], []
+        failure, events, timelines = None, [], []
         with closing(InProcess(self._engine_dir, {})) as place, progress_bar() as bar:
             present = self._open(place, bar)
             speeds = reference_speeds(place, self._workload)
@@ -111,11 +113,12 @@ class BenchRun:
             try:
                 ladder.run(lambda load: time.monotonic() + load_s(load, sizing, present, speeds) <= self._end_s)
                 events, timelines = self._timelines(place, bar, sizing, self._end_s - timeline_s(sizing, speeds))
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, FaserError) as error:
                 if not ladder.rows:
                     raise
-                is_whole = False
-                self.warnings.append("The run was interrupted: loads and timelines are missing.")
+                failure, why = error, f"failed ({error})" if error.args else "was interrupted"
+                error.args = error.args or ("the files hold what was measured until then",)  # of an interrupt
+                self.warnings.append(f"The run {why}: loads and timelines are missing.")
         self.missing += [f"load {what}: the time budget was spent" for what in ladder.left_out]
         add_comparisons(ladder.rows)
         meta = self._meta | {
@@ -124,7 +127,7 @@ class BenchRun:
             "bursty_repeats": sizing.bursty_repeats,
             "max_tokens": sizing.max_tokens,
             "budget_s": options.budget_s,
-            "is_whole": is_whole,
+            "is_whole": failure is None,
             "num_kv_blocks": self._memory.num_kv_blocks,
             "prompts": self._prompts.as_dict(),
             "engine_dir": self._engine_dir.name,
@@ -134,14 +137,14 @@ class BenchRun:
             "missing": self.missing,
             "warnings": self.warnings,
             "timelines": timelines,
-            "roofline": roofline(self._manifest.target),
+            "roofline": roofline(self._manifest.target) if self._manifest.runtime_spec.is_cpu else None,
         }
         write_files(options.output, {"meta": meta, "rows": ladder.rows}, events)
         sentences = [*headline(ladder.rows), *meta["warnings"]]
         lines = [*table(ladder.rows), "", *(f"- {sentence}" for sentence in sentences)]
         print("\n".join(lines + [f"- left out: {each}" for each in self.missing]), flush=True)
         print(f"wrote {options.output}/bench.json, report.html and timeline.json", file=sys.stderr)
-        return is_whole
+        return failure
 
     def _load_prompts(self) -> PromptSet:
         """Returns the prompts of closed loops, and prints on stderr which are left out."""
@@ -154,16 +157,16 @@ class BenchRun:
         return prompts
 
     def _ensure_profile(self) -> None:
-        """Profiles the demo pair if it has no profile. Adds a warning for other engines without one."""
+        """Profiles the demo pair if it has no valid profile. Adds a warning for other engines without one."""
         try:
             load_profile(self._engine_dir, self._manifest)
         except ConfigError as error:
-            if self._options.engine_dir is not None:
+            if self._options.engine_dir is None:
+                print(f"{error}: measuring a quick one first", file=sys.stderr)
+                run_profile(self._engine_dir, is_quick=True, budget_s=max((self._end_s - time.monotonic()) / 3, 1.0))
+                self.warnings.append("The engines had no valid profile: a quick one was measured before the benchmark.")
+            elif not os.path.lexists(self._engine_dir / PROFILE_FILE):  # policies that read an invalid one are left out
                 self.warnings.append(f"Policies that decide by cost had only guesses: {error}.")
-                return
-            print(f"{error}: measuring a quick one first", file=sys.stderr)
-            run_profile(self._engine_dir, is_quick=True)
-            self.warnings.append("The engines had no valid profile: a quick one was measured before the benchmark.")
 
     def _make_workload(self) -> Workload:
         manifest, options, prompts = self._manifest, self._options, self._prompts.prompts

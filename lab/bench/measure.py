@@ -160,14 +160,12 @@ class Ladder:
             self.rows.append(row | where | {"spec": each.policy, "options": each.options})
 
     def _closed(self, load: Load, temperature: float) -> tuple[list[Job], Feed]:
-        """Returns whole waves of jobs that keep the reference busy for sizing.loop_s: at least min_waves, and a job of
-        each category."""
+        """Returns whole waves of jobs that keep the reference busy for sizing.loop_s."""
         sizing, count, prompts, seed = self.sizing, load.num_clients, self.workload.prompts, self.workload.seed
         trial = jobs_of(prompts, count, sizing.max_tokens, temperature, seed)
         self.place.run(REFERENCE, trial[: max(1, count // 4)], count)
         _, seconds = self.place.run(REFERENCE, trial, count)
-        num_categories = len({prompt.category for prompt in prompts})
-        num_waves = max(sizing.min_waves, round(sizing.loop_s / seconds), -(-num_categories // count))
+        num_waves = max(sizing.waves_of(load), round(sizing.loop_s / seconds))
         return jobs_of(prompts, num_waves * count, sizing.max_tokens, temperature, seed), ClosedLoop(count)
 
     def _bursty(self, temperature: float) -> tuple[list[Job], Feed]:

@@ -88,7 +88,7 @@ def load_s(load: Load, sizing: Sizing, contestants: list[Contestant], speeds: Ma
     if load.is_open:
         return 2 * speeds[CLOSED_LOADS[-1].name].wave_s(2 * sizing.max_tokens) + num_runs * sizing.bursty_s
     wave_s = speeds[load.name].wave_s(sizing.max_tokens)
-    return TRIAL_WAVES * wave_s + num_runs * max(sizing.loop_s, sizing.min_waves * wave_s)
+    return TRIAL_WAVES * wave_s + num_runs * max(sizing.loop_s, sizing.waves_of(load) * wave_s)
 
 
 def timeline_s(sizing: Sizing, speeds: Mapping[str, Speed]) -> float:

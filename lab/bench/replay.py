@@ -25,7 +25,7 @@ from tritonclient.grpc.service_pb2 import ModelConfigRequest  # pyright: ignore[
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.answers import Answer, Job, summarise
 from faser_backend.lab.bench.measure import trace_jobs
-from faser_backend.lab.bench.wire import RefusedError, ask, make_request, read_answer
+from faser_backend.lab.bench.wire import CONNECT_TIMEOUT_S, RefusedError, ask, connected, make_request, read_answer
 from faser_backend.lab.command_options import ReplayOptions
 from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.prompts import DEMO_PROMPTS, PromptMaker
@@ -36,7 +36,6 @@ from faser_backend.text.tokenizer import load_tokenizer
 from faser_backend.triton.launch import DIRECTORY_KEY
 from faser_backend.triton.server import ENGINE_MODEL
 
-CONNECT_TIMEOUT_S = 10.0
 REPORT_BYTES = 1 << 20
 SPARE_TOKENS = 16  # a prompt may grow by a few when it is tokenised again
 
@@ -57,7 +56,9 @@ def run_replay(options: ReplayOptions) -> int:
     _check(options)
     # The command ends quietly when its output is closed, but the end of a connection must not end it.
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    trace = fitted_to(_timed(options), options.max_context - SPARE_TOKENS)
+    trace = read_trace(options.trace, options.requests)
+    rate = options.rate if options.scale is None else trace.rate * options.scale
+    trace = fitted_to(trace if rate is None else scaled(trace, rate), options.max_context - SPARE_TOKENS)
     jobs = trace_jobs(trace, _maker(options), options.temperature, options.seed)
     replayed = Replayed()
     is_whole = True
@@ -96,15 +97,6 @@ def _check(options: ReplayOptions) -> None:
         check_output(options.output.parent, REPORT_BYTES)
 
 
-def _timed(options: ReplayOptions) -> Trace:
-    trace = read_trace(options.trace, options.requests)
-    if len(trace) == 1:
-        return trace
-    if options.scale is not None:
-        return scaled(trace, trace.rate * options.scale)
-    return trace if options.rate is None else scaled(trace, options.rate)
-
-
 def _maker(options: ReplayOptions) -> PromptMaker:
     path = options.tokenizer or _served_directory(options) / "tokenizer.json"
     if not path.is_file():
@@ -131,11 +123,7 @@ async def _replay(
     requests = [make_request(job, number, options.model) for number, job in enumerate(jobs)]
     gate = asyncio.Semaphore(options.max_concurrency or len(jobs))
     async with grpc.aio.insecure_channel(options.url) as channel:
-        try:
-            await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
-        except TimeoutError:
-            raise ConfigError(f"--url = {options.url!r}: no server answers there by gRPC") from None
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        stub = await connected(channel, options.url)
         replayed.start_s = replayed.end_s = time.perf_counter()
 
         async def one(due_s: float, request: Any) -> None:

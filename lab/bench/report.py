@@ -152,7 +152,7 @@ def render(bench: dict[str, Any]) -> str:
         category_rows=category_rows,
         bursty=meta["bursty"],
         saturated=MAX_NUM_SEQS,
-        roofline=roofline_in_words(meta["roofline"], rows),
+        roofline=meta["roofline"] and roofline_in_words(meta["roofline"], rows),
     )
 
 

@@ -17,9 +17,10 @@ import grpc
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
 
-from faser_backend.core.errors import FaserError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab.answers import Answer, Job
 
+CONNECT_TIMEOUT_S = 10.0
 Received = tuple[float, Any]  # arrival in seconds, and the response
 NUM_TOKENS = "num_output_tokens"  # of a response
 COUNTERS = {  # of the request so far
@@ -82,6 +83,15 @@ def read_answer(start_s: float, responses: list[Received]) -> Answer:
     return answer
 
 
+async def connected(channel: grpc.aio.Channel, url: str) -> Any:
+    """Returns the stub of a channel once the server is there. Raises ConfigError if it is not."""
+    try:
+        await asyncio.wait_for(channel.channel_ready(), CONNECT_TIMEOUT_S)
+    except TimeoutError:
+        raise ConfigError(f"--url = {url!r}: no server answers there by gRPC") from None
+    return service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
 async def ask(stream: Any, incoming: AsyncIterator[Any], request: Any) -> list[Received]:
     """Sends a request over an open stream. Returns all responses, the final one included. Raises RefusedError."""
     responses: list[Received] = []
@@ -112,8 +122,7 @@ async def run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[An
     requests = iter(list(enumerate(make_request(job, number) for number, job in enumerate(jobs))))
     answers: list[tuple[float, list[Received]] | None] = [None] * len(jobs)
     async with grpc.aio.insecure_channel(url) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        await channel.channel_ready()
+        stub = await connected(channel, url)
         start = time.perf_counter()
         await asyncio.gather(*(run_client(stub, requests, answers) for _ in range(num_clients)))
         seconds = time.perf_counter() - start

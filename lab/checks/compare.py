@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from faser_backend.lab.drive import ClosedLoop, InProcess
 from faser_backend.lab.tables import Column, markdown_table, write_results
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.model_source import demo_engine_dir
+from faser_backend.serving.processes import terminable
 from faser_backend.text.prompts import Prompt
 
 DRAFTS = {"(ngram)": "ngram", "(model+ngram)": "model+ngram"}
@@ -67,9 +68,8 @@ def in_turns(place: InProcess) -> Field:
 
 def measure_loads(
     serve: Field, names: Sequence[str], prompts: list[Prompt], args: argparse.Namespace, place: str
-) -> list[Row]:
+) -> Iterator[Row]:
     """Measures every temperature and number of clients that the command line names; a line per row on stderr."""
-    rows = []
     for temperature in map(float, args.temperatures.split(",")):
         for clients in integers(args.clients):
             jobs = jobs_of(prompts, max(args.jobs, 2 * clients), args.max_tokens, temperature, args.seed)
@@ -81,8 +81,7 @@ def measure_loads(
                 row |= {"place": place, "temperature": temperature, "num_clients": clients, "num_jobs": len(jobs)}
                 row["ratios"] = [own / other for own, other in zip(row["tokens_per_s_repeats"], first, strict=True)]
                 print(" | ".join(column.show(row) for column in COLUMNS), file=sys.stderr, flush=True)
-            rows += found
-    return rows
+            yield from found
 
 
 def config_of(name: str, **options: Any) -> EngineConfig:
@@ -98,38 +97,38 @@ def config_of(name: str, **options: Any) -> EngineConfig:
 
 def contestants(engine_dirs: Sequence[Path], policies: Sequence[str]) -> dict[str, tuple[Path, str]]:
     """Returns engine directory and policy by name; names contain the directory if there are several."""
-    return {
-        f"{directory.name} {policy}" if len(engine_dirs) > 1 else policy: (directory, policy)
-        for directory in engine_dirs
-        for policy in policies
-    }
+    has_twins = len({each.name for each in engine_dirs}) < len(engine_dirs)
+    prefix = {each: f"{each if has_twins else each.name} " * (len(engine_dirs) > 1) for each in engine_dirs}
+    return {prefix[each] + policy: (each, policy) for each in engine_dirs for policy in policies}
 
 
 def measure_process(
     named: Mapping[str, tuple[Path, str]], prompts: list[Prompt], args: argparse.Namespace
-) -> list[Row]:
+) -> Iterator[Row]:
     most = max(integers(args.clients))
     with closing(InProcess(args.engine_dirs[0], {})) as place:
         for name, (directory, policy) in named.items():
             place.open(name, config_of(policy, max_num_seqs=most, num_threads=args.threads), directory)
-        return measure_loads(in_turns(place), list(named), prompts, args, "process")
+        yield from measure_loads(in_turns(place), list(named), prompts, args, "process")
 
 
 def measure_servers(
     named: Mapping[str, tuple[Path, str]], prompts: list[Prompt], args: argparse.Namespace
-) -> list[Row]:
+) -> Iterator[Row]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-compare-")))
-        threads = [] if args.threads is None else ["--num-threads", str(args.threads)]
+        most = max(EngineConfig().max_num_seqs, *integers(args.clients))
+        common = ["--no-prefix-reuse", "--max-num-seqs", str(most)]
+        common += [] if args.threads is None else ["--num-threads", str(args.threads)]
         options = {}
         for name, (directory, policy) in named.items():
             config = config_of(policy)
             own = ["--engine-dir", str(directory), "--policy", config.policy, "--draft", config.draft]
-            options[name] = [*own, "--no-prefix-reuse", *threads, *args.serve_options.split()]
+            options[name] = [*own, *common, *args.serve_options.split()]
         client = LoadClient(stack)
         runs = serve_all(stack, client, options, folder)
         runs |= {url: lambda jobs, clients, url=url: client.run(url, jobs, clients) for url in args.url}
-        return measure_loads(one_after_the_other(runs), list(runs), prompts, args, "Triton")
+        yield from measure_loads(one_after_the_other(runs), list(runs), prompts, args, "Triton")
 
 
 def draw(rows: Sequence[Row], stem: Path, *, joins_places: bool = False) -> list[Path]:
@@ -212,12 +211,16 @@ def main(argv: list[str] | None = None) -> None:
     asked = asked_prompts(args, args.engine_dirs[0])
     named = contestants(args.engine_dirs, split_names(args.policies))
     rows: list[Row] = []
-    if "process" in args.places:
-        rows += measure_process(named, asked.prompts, args)
-    if "triton" in args.places:
-        rows += measure_servers(named, asked.prompts, args)
     notes = [f"Prefix reuse is off. {'; '.join(map(described, args.engine_dirs))}."]
-    write(args, "Side by side", asked, notes, rows)
+    try:
+        with terminable():
+            if "process" in args.places:
+                rows += measure_process(named, asked.prompts, args)
+            if "triton" in args.places:
+                rows += measure_servers(named, asked.prompts, args)
+    finally:  # also after an interrupt or a failure
+        if rows:
+            write(args, "Side by side", asked, notes, rows)
 
 
 if __name__ == "__main__":

@@ -169,13 +169,15 @@ def main() -> int:
     knowledge = load_knowledge(engine_dir, EngineManifest.load(engine_dir))
     known = {"is_measured": knowledge.costs.is_measured, "has_exits": bool(knowledge.exits)}
     print(f"of {engine_dir}: {known}; what needs more is left out: run `faser profile`", file=sys.stderr)
+    chosen = {name: options for name, options in ways(**known).items() if args.ways in name}
+    if not chosen:
+        parser.error(f"--ways {args.ways}: no way's name contains this; known are {', '.join(ways(**known))}")
     results = []
     for temperature in (0.0, 1.0):
         requests = make_requests(engine_dir, args.num_prompts, args.max_tokens, temperature)
         reference = Reference(engine_dir, requests)
-        for name, options in ways(**known).items():
-            if args.ways in name:
-                results += check(engine_dir, reference, requests, f"T={temperature:g} {name}", options)
+        for name, options in chosen.items():
+            results += check(engine_dir, reference, requests, f"T={temperature:g} {name}", options)
     meta = environment.describe(SEED) | {"num_prompts": args.num_prompts, "max_tokens": args.max_tokens}
     lines = [f"{args.num_prompts} held-out prompts x {args.max_tokens} tokens.", ""]
     lines += markdown_table(COLUMNS, rows := [asdict(result) for result in results])

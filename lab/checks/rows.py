@@ -60,7 +60,7 @@ def main() -> None:
             for count in prompts:
                 prompt_times[count].append(call_ms(count, 0, 1, PROMPT_ROWS))
     bandwidth, peak = map(statistics.median, zip(*rates, strict=True))
-    quartiles = {count: statistics.quantiles(found, n=4) for count, found in times.items()}
+    quartiles = {count: np.percentile(found, (25, 50, 75)) for count, found in times.items()}
     floor_ms = 1e3 * model.num_weight_bytes / bandwidth
     print(
         f"{target.manifest.runtime}, weights {model.weight_format.title}, {args.threads} threads: "

@@ -53,7 +53,8 @@ def run(context: Context) -> Result:
                 word = "ok"
             except Exception as error:
                 word = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
-            found["checks"].append({"check": name, "found": word, "s": round(time.monotonic() - start, 2)})
+            seconds = round(time.monotonic() - start, 2)
+            found["checks"].append({"check": name, "found": word, "is_right": word == "ok", "s": seconds})
             context.save(found)
 
         if context.is_cuda:

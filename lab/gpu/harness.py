@@ -35,9 +35,8 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of a check. run: "module:function", called in the child with a Context; it returns a dict for JSON.
-
-    limit_s: with the full budget. needs_gpu: without a GPU the part is skipped.
+    """A part of a check. run: "module:function", called in the child with a Context; it returns a dict for JSON, of
+    which no row may have is_right False. limit_s: with the full budget. needs_gpu: without a GPU the part is skipped.
     """
 
     name: str
@@ -151,7 +150,10 @@ def main() -> None:
     context = Context(**job["setting"], end_s=end_s, save=lambda result: leave("partial", result))
     module, _, function = job["run"].partition(":")
     try:
-        leave("done", getattr(importlib.import_module(module), function)(context))
+        result = getattr(importlib.import_module(module), function)(context)
+        rows = [row for value in result.values() if isinstance(value, list) for row in value]
+        wrong = [str(row) for row in rows if not row.get("is_right", True)]
+        leave("failed" if wrong else "done", result, "\n".join(wrong))
     except Exception:
         saved = json.loads(found.read_text())["result"] if found.exists() else {}
         leave("failed", saved, "\n".join(traceback.format_exc().strip().splitlines()[-LAST_LINES:]))

@@ -92,7 +92,7 @@ def compare(context: Context, runtime: str, builds: tuple[Build, ...]) -> Result
             try:
                 _check(context, found, row, build, Path(folder) / f"{runtime}-{index}", reference)
             except Exception as error:
-                row["error"] = f"{type(error).__name__}: {error}"[:600]
+                row |= {"error": f"{type(error).__name__}: {error}"[:600], "is_right": False}
             context.save(found)
     return found
 
@@ -152,6 +152,8 @@ def _check(  # noqa: PLR0917
         equal = [np.array_equal(*pair) for pair in zip(texts, expected, strict=True)]
         answer = {"policy": policy, "temperature": temperature, "num_answers": len(equal), "num_equal": sum(equal)}
         row.setdefault("answers", []).append(answer)
+    judged = [row[name] for name in ModelPair._fields if name in row]
+    row["is_right"] = all(each["num_different"] == each["num_near_ties"] for each in judged)
     begin("done")
 
 

@@ -61,14 +61,9 @@ def run(context: Context) -> Result:
         for draft, target in menu.menu.splits:
             seen = {name: _share_result(share) for name, share in (("draft", draft), ("target", target))}
             draft_sms, target_sms = (set(seen[name].pop("seen")) for name in ("draft", "target"))
-            found["splits"].append(
-                {
-                    "split": f"{draft.size}/{target.size}",
-                    **seen,
-                    "checks": check_split(draft_sms, target_sms, draft.size, target.size),
-                    "together": _together(draft, target),
-                }
-            )
+            checks = check_split(draft_sms, target_sms, draft.size, target.size)
+            split = {"split": f"{draft.size}/{target.size}", **seen, "checks": checks, "is_right": all(checks.values())}
+            found["splits"].append(split | {"together": _together(draft, target)})
             context.save(found)
     finally:
         torch.cuda.synchronize()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 from faser_backend.core.errors import FaserError
 from faser_backend.lab.checks.compare import measure_loads, one_after_the_other, write
 from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, integers, make_parser
-from faser_backend.lab.peers.files import ModelFiles, model_files, profile, smollm2
+from faser_backend.lab.peers.files import ModelFiles, model_files, smollm2
 from faser_backend.lab.peers.programs import PIECES, Setting, ours, started
 from faser_backend.lab.prompts import PromptSet
 from faser_backend.serving.processes import terminable
@@ -37,7 +38,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", type=Path, help="Measure this GGUF file (default: SmolLM2).")
     parser.add_argument("--head", type=Path, help="Draft with this EAGLE-3 head in ours.")
     parser.add_argument("--jobs", type=int, default=16, help="Ask for at least this many answers per load.")
-    parser.add_argument("--profile-s", type=float, default=90.0, help="Profile for this many seconds if needed.")
     args = parser.parse_args(argv)
     args.only = args.only.split(",")
     unknown = [name for name in args.only if name not in PIECES]
@@ -50,29 +50,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure_piece(
-    name: str, args: argparse.Namespace, files: ModelFiles, asked: PromptSet
-) -> tuple[list[dict[str, Any]], str]:
-    """Returns rows, and a note for the page; no rows and the reason if the piece cannot be measured here."""
+    name: str, args: argparse.Namespace, files: ModelFiles, asked: PromptSet, notes: list[str]
+) -> Iterator[dict[str, Any]]:
+    """Yields rows, load by load. Adds a note for the page: the reason if the piece cannot be measured here."""
     piece = PIECES[name]
     why = piece.missing() if piece.weights in files.engines else f"{files.name} has no {piece.weights} weights"
+    notes.append(f"- `{name}` was not measured: {why}" if why else f"- `{name}`: {piece.described()}")
     if why:
-        return [], f"- `{name}` was not measured: {why}"
-    for engine_dir in (files.engines[piece.weights], files.heads.get(piece.weights)):
-        if engine_dir is not None and args.profile_s:
-            profile(engine_dir, args.profile_s)
+        return
     longest = max(len(prompt.token_ids) for prompt in asked.prompts) + args.max_tokens
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
         setting = Setting(files, piece.weights, folder, args.threads, max(integers(args.clients)), longest)
         peers = started(stack, setting, piece.start, piece.modes)
         runs = ours(stack, setting) | peers
-        return measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name), (
-            f"- `{name}`: {piece.described()}"
-        )
+        yield from measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measures piece by piece. After an interrupt or a failure, the files hold the pieces measured before."""
+    """Measures piece by piece. After an interrupt or a failure, the files hold the loads measured before."""
     args = parse(argv)
     notes = [
         f"{args.threads} threads each; all are given the same token ids; ours by its OpenAI port; prefix reuse is off. "
@@ -85,15 +81,15 @@ def main(argv: list[str] | None = None) -> None:
         files = model_files(args.target or smollm2(), args.head)
         asked = asked_prompts(args, next(iter(files.engines.values())))
         for name in args.only:
-            with terminable():
-                found, note = measure_piece(name, args, files, asked)
-            rows += found
-            notes.append(note)
-            if rows:
-                write(args, f"{files.name} beside other programs", asked, notes, rows, joins_places=True)
-            else:
-                print(note)
-    except (FaserError, RuntimeError) as error:
+            try:
+                with terminable():
+                    rows += measure_piece(name, args, files, asked, notes)
+            finally:  # also after an interrupt or a failure
+                if rows:
+                    write(args, f"{files.name} beside other programs", asked, notes, rows, joins_places=True)
+                else:
+                    print(notes[-1])
+    except (FaserError, RuntimeError, OSError) as error:
         raise SystemExit(f"error: {error}") from None
 
 

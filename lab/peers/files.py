@@ -1,6 +1,6 @@
 """One model in the format of every contestant, all made from one GGUF file.
 
-Files are made once and kept below build/peers.
+Files are made once for a source's content and kept below build/peers, profiled engines in `faser serve`'s cache.
 """
 
 from __future__ import annotations
@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,10 +17,9 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from faser_backend.core.errors import ConfigError
-from faser_backend.engines.build import build_engines
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
-from faser_backend.lab.places import PEERS, ROOT
-from faser_backend.serving.profile_store import PROFILE_FILE
+from faser_backend.lab.places import PEERS
+from faser_backend.serving.model_source import cached_engine, local_source
 
 STORED = {  # by our name of the format
     "fp16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
@@ -60,21 +57,17 @@ def model_files(source: Path, head: Path | None, folder: Path = PEERS / "models"
     """
     folder.mkdir(parents=True, exist_ok=True)
     files, engines, heads = {}, {}, {}
+    name = f"{source.stem}-{local_source(source.stem, source).digest[:8]}"
     for weights in STORED:
-        path = files[weights] = folder / f"{source.stem}-{weights}.gguf"
+        path = files[weights] = folder / f"{name}-{weights}.gguf"
         _make(path, write_gguf, source, weights)
-        engines[weights] = folder / f"engine-{source.stem}-{weights}"
-        _make(engines[weights], _build, path, None, weights)
+        target, stored = local_source(path.stem, path), OURS.get(weights)
+        engines[weights] = cached_engine(target, None, "llvm", weights=stored)
         if head is not None:
-            heads[weights] = folder / f"{engines[weights].name}-{head.name}"
-            _make(heads[weights], _build, path, head, weights)
-    checkpoint = folder / f"{source.stem}-checkpoint"
+            heads[weights] = cached_engine(target, local_source(head.name, head), "llvm", weights=stored)
+    checkpoint = folder / f"{name}-checkpoint"
     _make(checkpoint, write_checkpoint, source)
     return ModelFiles(source.stem, files, checkpoint, engines, heads)
-
-
-def _build(output: Path, target: Path, head: Path | None, weights: str) -> None:
-    build_engines(target, head, output, runtime="llvm", weights=OURS.get(weights))
 
 
 def _make(path: Path, write: Callable[..., object], *given: object) -> None:
@@ -84,18 +77,6 @@ def _make(path: Path, write: Callable[..., object], *given: object) -> None:
         shutil.rmtree(part, ignore_errors=True)
         write(part, *given)
         part.rename(path)
-
-
-def profile(engine_dir: Path, budget_s: float) -> None:
-    """Profiles an engine that has no profile, as `faser profile` does. Raises RuntimeError if that fails."""
-    if (engine_dir / PROFILE_FILE).exists():
-        return
-    command = [sys.executable, "-m", "faser_backend.cli", "profile", str(engine_dir), "--quick"]
-    done = subprocess.run(
-        [*command, "--budget-s", f"{budget_s:g}"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"faser profile {engine_dir.name} failed:\n{done.stderr[-2000:]}")
 
 
 def write_gguf(output: Path, source: Path, weights: str) -> None:

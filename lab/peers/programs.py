@@ -24,6 +24,7 @@ from typing import Any
 import aiohttp
 from tokenizers import Tokenizer
 
+from faser_backend.core.config import EngineConfig
 from faser_backend.lab.answers import Answer, Job
 from faser_backend.lab.checks.servers import START_TIMEOUT_S, STOP_TIMEOUT_S, Run, ServerProcess, free_ports
 from faser_backend.lab.peers.files import ModelFiles
@@ -134,7 +135,8 @@ class HttpPeer(ServerProcess):
     async def _run(self, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         answers = [Answer(0.0, [], 0, 0, 0, "") for _ in jobs]
         work = iter([(self.body(job), answer) for job, answer in zip(jobs, answers, strict=True)])
-        timeout, connector = aiohttp.ClientTimeout(total=None, sock_read=120), aiohttp.TCPConnector(force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             start = time.perf_counter()
             await asyncio.gather(*(self._client(session, work) for _ in range(num_clients)))
@@ -228,7 +230,8 @@ class Ours(OpenAiPeer):
         given = [word for name, port in zip(names, ports, strict=True) for word in (name, port)]
         command = [sys.executable, "-m", "faser_backend.cli", "serve", "--model-name", "target", *given]
         # Prompts recur in every repeat: without reuse each answer includes its prefill.
-        command += ["--no-prefix-reuse", "--speculation-metrics", "--num-threads", setting.threads, *options]
+        command += ["--no-prefix-reuse", "--speculation-metrics", "--num-threads", setting.threads]
+        command += ["--max-num-seqs", max(EngineConfig().max_num_seqs, setting.num_slots), *options]
         super().__init__(command, ports[0], setting.log(name))
 
 

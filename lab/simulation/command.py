@@ -37,7 +37,7 @@ MOST_REQUESTS = 1000  # unless more are asked for
 REPORT_BYTES = 1 << 20  # of both files, at most
 MIDDLE = (25, 75)  # percentiles of answers between which a capacity is counted: neither start nor end
 LEAST_HEADROOM = 0.01  # of the reference's time, below which a share of it means nothing
-EXCLUSIVE = (("rate", "loads"), ("spread", "mix"), ("acceptance", "mix"))
+EXCLUSIVE = (("rate", "loads"), ("spread", "mix"), ("acceptance", "mix"), ("exit_auc", "profile"))
 RANGES = {"acceptance": (0.0, 1.0), "exit_auc": (0.5, 1.0), "spread": (0.0, 0.5)}
 COLUMNS = (
     Column("policy", "policy"), Column("tok/s", "tokens_per_s", "{:.0f}"), Column("x", "speedup", "{:.2f}"),
@@ -136,6 +136,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     capacity: Row = {}
     loads = {"": options}  # by what the load is in words
     if shares:
+        traces.scaled(trace, 1.0)  # raises an error here, not in a process
         capacity = find_capacity(options)
         rates = [share * capacity["requests_per_s"] for share in shares]
         names = [f"Load {share:g}, {rate:.3g} requests/s" for share, rate in zip(shares, rates, strict=True)]

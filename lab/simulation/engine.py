@@ -13,7 +13,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.plan import StepRecord
-from faser_backend.core.ports import Partition
+from faser_backend.core.ports import Partition, PhaseTimes
 from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.lab.answers import Answer, summarise
@@ -27,7 +27,6 @@ from faser_backend.pipeline.engine import Engine, Ports, assemble
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
 from faser_backend.policy.registry import WithoutLearning, make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy

@@ -18,13 +18,12 @@ import numpy as np
 from faser_backend.core.batch import RowBatch, SamplingRows
 from faser_backend.core.errors import ConfigError, Failure
 from faser_backend.core.frontier import Frontier
-from faser_backend.core.ports import DraftTokens, Partition, Proposed, Sampler, Verified
+from faser_backend.core.ports import DraftTokens, Partition, PhaseTimes, Proposed, Sampler, Verified
 from faser_backend.core.request import Sampling
 from faser_backend.lab.simulation.acceptance import VOCAB_SIZE, Outcomes
 from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.cost_model import DRAFT, CostModel
 
 START_NS = 1_000_000_000  # not 0: a time of 0 means "never" in RequestStats

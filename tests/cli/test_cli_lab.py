@@ -5,8 +5,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.cpu.runner import Helper, LlvmRunner
 from faser_backend.lab.bench.command import run_bench
 from faser_backend.lab.bench.measure import Ladder
@@ -31,22 +29,10 @@ from tests.lab.test_replay import write_trace
 from tests.support.brief_profile import BRIEF
 from tests.support.serving_pair import build_pair
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    return write_trace(tmp_path / "trace.csv", 0.01, [(400, 200)] * 3000)
-
-
-def start(*arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "faser_backend.cli", *map(str, arguments)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-
 
 @pytest.mark.parametrize("command", ["simulate", "bench"])
-def test_an_output_that_cannot_be_written_is_told_first(run, trace: Path, command: str):
+def test_an_output_that_cannot_be_written_is_told_first(run, tmp_path: Path, command: str):
+    trace = write_trace(tmp_path / "trace.csv", 0.01, [(400, 200)])
     options = ("--hardware", "h100", "--pair", "qwen3-32b/0.6b", "--trace", trace) if command == "simulate" else ()
     for output, reason in (("/proc/none", "cannot be written to"), (trace / "below", f"{trace}: File exists")):
         status, out, err = run(command, *options, "--output", output)
@@ -99,28 +85,32 @@ def test_an_interrupted_command_says_so_in_one_line(
     assert "Traceback" not in err and not (tmp_path / "out").exists()
 
 
-def test_an_interrupted_benchmark_writes_the_loads_that_it_has(
+def test_an_interrupted_or_failed_benchmark_writes_the_loads_that_it_has(
     options: BenchOptions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    measured, loads, held = Ladder._measure, [], "the files hold what was measured until then"
+    measured, loads = Ladder._measure, []
 
     def interrupted(self: Ladder, *arguments: Any) -> None:
         loads.append(arguments[0])
         if len(loads) == num_whole + 1:
+            if why == "failed":
+                raise FaserError("no memory")
             signal.raise_signal(signal.SIGTERM)
         measured(self, *arguments)
 
     monkeypatch.setattr(Ladder, "_measure", interrupted)
-    for num_whole, names in ((0, set()), (2, {"bench.json", "report.html", "timeline.json"})):
+    held, lost = "the files hold what was measured until then", "0 is unchanged"
+    for num_whole, why, message in ((1, "failed", "no memory"), (0, "", lost), (2, "was interrupted", held)):
         output = tmp_path / str(num_whole)
         loads.clear()
-        with pytest.raises(KeyboardInterrupt) as interrupted_with:
+        with pytest.raises((KeyboardInterrupt, FaserError), match=message):
             run_bench(options.model_copy(update={"output": output}), TINY, command="faser bench --test")
-        assert {path.name for path in output.iterdir()} == names
-        assert interrupted_with.value.args == (held if num_whole else f"{output} is unchanged",)
-    bench = json.loads((output / "bench.json").read_text())
-    assert {row["load"] for row in bench["rows"]} == {"low", "middle"} and not bench["meta"]["is_whole"]
-    assert "The run was interrupted" in (output / "report.html").read_text()
+        if not num_whole:
+            assert not [*output.iterdir()]
+            continue
+        bench = json.loads((output / "bench.json").read_text())
+        assert len({row["load"] for row in bench["rows"]}) == num_whole and not bench["meta"]["is_whole"]
+        assert f"The run {why}" in (output / "report.html").read_text() and (output / "timeline.json").exists()
     told = capsys.readouterr().err
     assert re.search(r"3 engines; memory: about 0\.\d GiB, [\d.]+ GiB are available\n", told)
     assert re.search(r"time: about \d+ s, answers of 6 tokens\n", told)

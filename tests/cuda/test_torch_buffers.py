@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs
+from faser_backend.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs, upload
 from faser_backend.cuda.call_shapes import CallBounds, exact_bounds
-from faser_backend.cuda.transfer import upload
 from faser_backend.manifest import TensorSpec
 from tests.support.tiny_models import make_rows
 

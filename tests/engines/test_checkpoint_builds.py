@@ -12,9 +12,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from faser_backend.core.errors import ManifestError
-from faser_backend.engines.arrays import BFLOAT16, converted_blocks
 from faser_backend.engines.build import build_engines
-from faser_backend.engines.checkpoint import CheckpointError
+from faser_backend.engines.checkpoint import BFLOAT16, CheckpointError, converted_blocks
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore
 from faser_backend.engines.pairs import open_checkpoint
@@ -118,8 +117,8 @@ def test_tensors_that_mean_nothing_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", [1, 7, 1 << 23])
 def test_blocks_change_nothing(block: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Arrays are written row by row, some rows at a time, or whole, with equal results."""
-    monkeypatch.setattr("faser_backend.engines.arrays.BLOCK_ELEMENTS", block)
-    monkeypatch.setattr("faser_backend.engines.arrays.COPIED_COLUMNS", 3)
+    monkeypatch.setattr("faser_backend.engines.checkpoint.BLOCK_ELEMENTS", block)
+    monkeypatch.setattr("faser_backend.engines.checkpoint.COPIED_COLUMNS", 3)
     rng = np.random.default_rng(0)
     arrays = {
         "matrix": rng.standard_normal((5, 3)).astype(np.float32),

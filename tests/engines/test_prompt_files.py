@@ -90,9 +90,7 @@ def test_messages_become_what_text_models_make_of_them(engine_dir: Path, questio
         assert text.endswith("assistant\n") and prompt.text in text
     tokenizer.close()
     plain = load(questions, engine_dir, is_chat=False)
-    assert [len(a.token_ids) < len(b.token_ids) for a, b in zip(plain.prompts, found.prompts, strict=True)] == [
-        True
-    ] * 3
+    assert all(len(a.token_ids) < len(b.token_ids) for a, b in zip(plain.prompts, found.prompts, strict=True))
 
 
 def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, questions: Path):
@@ -104,9 +102,8 @@ def test_prompts_that_do_not_fit_are_left_out_and_counted(engine_dir: Path, ques
     assert found.as_dict() == {**summary, "categories": {"math": 2, "writing": 1}}
     short = load(questions, engine_dir, is_chat=False, max_prompt_chars=20)
     assert "longer than 20 characters or " in short.left_out and "writing 1 of 1, rag 1 of 1" in short.left_out
-    with pytest.raises(ConfigError, match=r"all 4 prompts are longer than 3 tokens"):
-        load(questions, engine_dir, max_prompt_tokens=3)
-    with pytest.raises(ConfigError, match="--max-prompt-tokens = 0: must be at least 1"):
-        load(questions, engine_dir, max_prompt_tokens=0)
+    for limit, message in ((3, "all 4 prompts are longer than 3 tokens"), (0, "tokens = 0: must be at least 1")):
+        with pytest.raises(ConfigError, match=message):
+            load(questions, engine_dir, max_prompt_tokens=limit)
     with pytest.raises(ConfigError, match=f"max_context = {MAX_CONTEXT}: no room for a prompt and 2100 answer tokens"):
         load(questions, engine_dir, max_tokens=2100)

@@ -1,11 +1,14 @@
 """`faser bench` on tiny engines: its files, its accounting, its contestants and its words."""
 
+import asyncio
 import json
 import re
+import shutil
 from collections.abc import Generator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,25 +17,21 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence
+from faser_backend.lab import answers
 from faser_backend.lab import drive as driver
-from faser_backend.lab.answers import (
-    Answer,
-    Job,
-    add_category_speedups,
-    jobs_of,
-    merge_categories,
-    summarise_categories,
-)
-from faser_backend.lab.bench import compare
-from faser_backend.lab.bench.command import run_bench
+from faser_backend.lab.answers import Answer, Job, jobs_of
+from faser_backend.lab.bench import command, compare, wire
+from faser_backend.lab.bench.command import BenchRun, run_bench
 from faser_backend.lab.bench.compare import add_comparisons, best_static, gain
+from faser_backend.lab.bench.plan import TRIAL_WAVES, Speed, load_s
+from faser_backend.lab.bench.report import render
 from faser_backend.lab.bench.wire import make_request
 from faser_backend.lab.checks.servers import LoadClient, serve_all
 from faser_backend.lab.command_options import BenchOptions
-from faser_backend.lab.contestants import Sizing, split_names
+from faser_backend.lab.contestants import LOADS, Contestant, Sizing, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns
 from faser_backend.lab.peers.programs import body_of
-from faser_backend.lab.steps import count_lost
+from faser_backend.lab.steps import count_lost, figures
 from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load
@@ -96,20 +95,33 @@ def test_report_is_one_file_that_says_what_it_is(output: Path, bench):
     for text in ("faser bench --test", bench["meta"]["commit"], "synthetic", "survival", "seed 3", "<td>writing</td>"):
         assert text in html
     assert "had only guesses" in html  # these engines were never profiled
+    assert "Roofline" in html and "Roofline" not in render(bench | {"meta": bench["meta"] | {"roofline": None}})
     assert "rag 1 of 1" in html and "question.jsonl, as messages" in html  # what was left out, what is asked
 
 
-def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path):
+def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.write_text("")
     for options, message in (
-        (BenchOptions(output=file), r"--output = .*: File exists; name a directory"),
         (BenchOptions(output=tmp_path, policies="oracle"), "--policies = 'oracle': unknown; known are none"),
         (BenchOptions(output=tmp_path, engine_dir=engine_dir, prompts=file), "the file holds no prompts"),
         (BenchOptions(output=tmp_path, budget_s=-1.0), "--budget-s = -1: must be above 0"),
     ):
         with pytest.raises(ConfigError, match=message):
             run_bench(options, TINY, command="")
+    monkeypatch.setattr(wire, "CONNECT_TIMEOUT_S", 0.1)
+    with pytest.raises(ConfigError, match="no server answers there by gRPC"):
+        asyncio.run(wire.run_jobs("127.0.0.1:1", [], 1))
+
+
+def test_a_profile_takes_a_third_of_the_budget_and_an_invalid_one_is_not_missing(engine_dir, tmp_path, monkeypatch):
+    budgets, copy = [], Path(shutil.copytree(engine_dir, tmp_path / "engine"))
+    monkeypatch.setattr(command, "demo_engine_dir", lambda: copy)
+    monkeypatch.setattr(command, "run_profile", lambda *_, budget_s, **__: budgets.append(budget_s))
+    BenchRun(BenchOptions(output=tmp_path, policies="none", budget_s=60.0), TINY)
+    assert budgets == pytest.approx([20.0], abs=2.0)
+    (copy / "profile.json").write_text("{}")
+    assert BenchRun(BenchOptions(output=tmp_path, policies="none", engine_dir=copy), TINY).warnings == []
 
 
 def recorded(sequence: Sequence, first: int, drafted: list[int], *, rows: int, kept: int, accepted: int) -> StepRecord:
@@ -128,6 +140,7 @@ def recorded(sequence: Sequence, first: int, drafted: list[int], *, rows: int, k
         ([10, 11, 99, 13], 2, 2, 2, (0, 0)),  # the first dropped token is wrong, so what follows it is, too
         ([10, 99, 12, 13], 2, 2, 1, (0, 0)),  # a rejection before them: they were lost anyway
         ([10, 11, 12, 99], 1, 1, 1, (2, 0)),
+        ([10, 11, 12, 99], 1, 0, 0, (2, 1)),  # none was accepted
         ([12, 13, 14, 15, 16], 1, 1, 1, (1, 0)),  # the answer ends first
     ],
 )
@@ -135,29 +148,25 @@ def test_lost_tokens_are_those_that_the_answer_has_in_their_place(drafted, rows,
     sequence = Sequence.from_request(request("r", [1, 2], max_tokens=4), 0)
     sequence.append([10, 11, 12, 13])
     first = 4 if drafted[0] == 12 else 2
-    assert count_lost([recorded(sequence, first, drafted, rows=rows, kept=kept, accepted=accepted)]) == lost
+    records = [recorded(sequence, first, drafted, rows=rows, kept=kept, accepted=accepted)]
+    assert count_lost(records) == lost
+    found = figures(SimpleNamespace(records=records, target_laps=[]), 3)  # pyright: ignore[reportArgumentType]
+    assert found["retention"] == (accepted / (accepted + sum(lost)) if any(lost) else 1.0)
 
 
 # -- chats and categories ----------------------------------------------------------------------------
 
 
 def test_a_chat_ends_where_the_model_ends_it_and_goes_to_everyone_alike(engine_dir: Path, questions: Path):
-    prompts = load(questions, engine_dir).prompts
-    (job,) = jobs_of(prompts, 1, 8, 0.0, 0)
-    place = InProcess(engine_dir, {})
-    request = place.request(0, job)
-    assert request.prompt_ids.tolist() == list(job.prompt_ids) and request.end_ids == (END_ID,)
-    assert place.request(0, replace(job, is_chat=False)).end_ids == ()
-    sent = make_request(job, 0)
-    names = [tensor.name for tensor in sent.inputs]
-    assert "end_id" not in names and "text_input" not in names
+    (job,) = jobs_of(load(questions, engine_dir).prompts, 1, 8, 0.0, 0)
+    place, plain, sent, names = InProcess(engine_dir, {}), replace(job, is_chat=False), make_request(job, 0), []
+    assert place.request(0, job).prompt_ids.tolist() == list(job.prompt_ids) == body_of(job)["prompt"]
+    for each, end_ids, own in ((plain, (), {"text_input", "end_id"}), (job, (END_ID,), {"messages"})):
+        assert place.request(0, each).end_ids == end_ids and body_of(each)["ignore_eos"] is not each.is_chat
+        names = [tensor.name for tensor in make_request(each, 0).inputs]
+        assert {"messages", "text_input", "end_id"} & {*names} == own
     message = sent.raw_input_contents[names.index("messages")][4:]
     assert json.loads(message) == [{"role": "user", "content": job.prompt}]
-    plain = [tensor.name for tensor in make_request(replace(job, is_chat=False), 0).inputs]
-    assert "end_id" in plain and "text_input" in plain and "messages" not in plain
-    body = body_of(job)
-    assert body["prompt"] == list(job.prompt_ids) and body["ignore_eos"] is False
-    assert body_of(replace(job, is_chat=False))["ignore_eos"] is True
 
 
 def test_a_server_answers_messages_as_the_engines_in_process(engine_dir: Path, questions: Path, tmp_path: Path):
@@ -187,41 +196,34 @@ def test_figures_of_a_category_are_those_of_its_requests():
     jobs = [Job("", 8, 0.0, 0, category) for category in ("a", "b", "a", "")]
     traces = [answer(1.0, 8, 4), answer(4.0, 8, 6), answer(3.0, 8, 0), answer(2.0, 8, 4)]
     traces[3].num_steps = 5  # of them one without a bonus token
-    found = summarise_categories(jobs, traces)
+    found = answers.summarise_categories(jobs, traces)
     assert list(found) == ["a", "b", "(none)"]
     assert (found["a"]["num_answers"], found["a"]["num_tokens"]) == (2, 16)
     assert [found[name]["request_tokens_per_s"] for name in found] == pytest.approx([4.0, 2.0, 4.0])
     assert [found[name]["mean_emitted"] for name in found] == pytest.approx([16 / 12, 4.0, 8 / 5])
     assert found["b"]["e2e_ms_p50"] == pytest.approx(4000.0)
-    merged = merge_categories([found, {name: {**found[name], "request_tokens_per_s": 1.0} for name in found}])
+    merged = answers.merge_categories([found, {name: {**found[name], "request_tokens_per_s": 1.0} for name in found}])
     reference = {name: {"request_tokens_per_s_repeats": [2.0, 1.0]} for name in found}
-    add_category_speedups(merged, reference)
+    answers.add_category_speedups(merged, reference)
     assert merged["a"]["request_tokens_per_s_repeats"] == pytest.approx([4.0, 1.0])
     assert merged["a"]["speedup"] == pytest.approx(1.5) and merged["a"]["num_answers"] == 2
-    assert summarise_categories(jobs[3:], traces[3:]) == {}
+    assert answers.summarise_categories(jobs[3:], traces[3:]) == {}
+    sizing = replace(TINY, num_categories=9)  # so one client has nine jobs in each of a warm-up and two repeats
+    assert load_s(LOADS[0], sizing, [Contestant("none")], {"low": Speed(1.0, 0.0)}) == TRIAL_WAVES + 3 * 9
 
 
 # -- turns ---------------------------------------------------------------------------------------------
 
 
-class MachineTime:
-    """Replaces the machine's clock."""
-
-    def __init__(self) -> None:
-        self.s = 100.0
-
-    def perf_counter_ns(self) -> int:
-        return round(self.s * 1e9)
-
-
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> MachineTime:
-    machine = MachineTime()
+def machine(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Replaces the machine's clock."""
+    machine = SimpleNamespace(s=100.0, perf_counter_ns=lambda: round(machine.s * 1e9))
     monkeypatch.setattr(driver, "time", machine)
     return machine
 
 
-def worker(machine: MachineTime, clock: OwnClock, num_steps: int, step_s: float) -> Generator[float, None, float]:
+def worker(machine: SimpleNamespace, clock: OwnClock, num_steps: int, step_s: float) -> Generator[float, None, float]:
     """Returns how long it believes to have worked."""
     start_s = clock.now_s()
     for step in range(num_steps):
@@ -230,7 +232,7 @@ def worker(machine: MachineTime, clock: OwnClock, num_steps: int, step_s: float)
     return clock.now_s() - start_s
 
 
-def test_time_is_each_ones_own(machine: MachineTime):
+def test_time_is_each_ones_own(machine: SimpleNamespace):
     clocks = {"quick": OwnClock(), "slow": OwnClock()}
     shares: list[float] = []
     runs = {"slow": worker(machine, clocks["slow"], 10, 0.5), "quick": worker(machine, clocks["quick"], 100, 0.01)}
@@ -244,7 +246,7 @@ def test_time_is_each_ones_own(machine: MachineTime):
     assert clocks["slow"].now_s() - before_s == pytest.approx(1.0)  # afterwards clocks run as ever
 
 
-def test_an_error_ends_all_and_stops_no_clock(machine: MachineTime):
+def test_an_error_ends_all_and_stops_no_clock(machine: SimpleNamespace):
     def failing() -> Generator[float, None, float]:
         yield 0.5
         raise FaserError("no")
@@ -259,8 +261,7 @@ def test_an_error_ends_all_and_stops_no_clock(machine: MachineTime):
 
 def test_turns_change_no_answer_and_idle_time_is_not_waited_for(engine_dir: Path):
     config = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in ("none", "fixed:3")}
-    place = InProcess(engine_dir, config)
-    try:
+    with closing(InProcess(engine_dir, config)) as place:
         jobs = jobs_of([Prompt("def f(x):"), Prompt("return")], 6, 12, 0.8, 5)
         alone, _ = place.run("none", jobs, 2)
         together = place.serve_in_turns(["fixed:3", "none"], jobs, ClosedLoop(2))
@@ -272,8 +273,6 @@ def test_turns_change_no_answer_and_idle_time_is_not_waited_for(engine_dir: Path
         traces, seconds = place.serve("none", jobs[:3], OpenLoop([0.0, 3600.0, 7200.0]))
         assert [round(trace.start_s - traces[0].start_s) for trace in traces] == [0, 3600, 7200]
         assert 7200.0 <= seconds < 7300.0
-    finally:
-        place.close()
 
 
 # -- words ---------------------------------------------------------------------------------------------

@@ -1,6 +1,10 @@
 """`lab.checks.compare`: names, equal answers, a row for each on the page. The files of peers hold one model."""
 
 import json
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,21 +12,19 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from gguf import GGUFReader
 
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
-from faser_backend.lab.checks import compare
+from faser_backend.lab.answers import Answer
+from faser_backend.lab.checks import compare, equality
+from faser_backend.lab.peers import __main__ as peers
 from faser_backend.lab.peers import files
 from tests.support.gguf_models import write_gguf
 from tests.support.tiny_models import random_model
 
 
 def test_names_say_who_drafts() -> None:
-    for name, (policy, draft) in {
-        "faser": ("faser", "auto"),
-        "fixed:4 (ngram)": ("fixed:4", "ngram"),
-        "fixed:5 (model+ngram)": ("fixed:5", "model+ngram"),
-    }.items():
+    for name, policy, draft in (("faser", "faser", "auto"), ("fixed:5 (model+ngram)", "fixed:5", "model+ngram")):
         config = compare.config_of(name, max_num_seqs=4)
         assert (config.policy, config.draft, config.max_num_seqs) == (policy, draft, 4)
     with pytest.raises(ConfigError, match=r"'\(ngrams\)' must be one of \(ngram\), \(model\+ngram\)"):
@@ -38,15 +40,16 @@ def prompts(tmp_path: Path) -> Path:
 
 def compared(tmp_path: Path, prompts: Path, *words: str) -> list[dict]:
     common = ["--temperatures", "0", "--repeats", "1", "--max-tokens", "6", "--threads", "1", "--name", "found"]
-    compare.main([*words, *common, "--prompts", str(prompts), "--output", str(tmp_path)])
+    with suppress(KeyboardInterrupt):
+        compare.main([*words, *common, "--prompts", str(prompts), "--output", str(tmp_path)])
     return json.loads((tmp_path / "found.json").read_text())["rows"]
 
 
-def test_contestants_take_turns_over_the_same_prompts(
-    engine_dir: Path, tmp_path: Path, prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_contestants_take_turns_until_an_interrupt(engine_dir, tmp_path: Path, prompts: Path, capsys, monkeypatch):
     names = ["none", "fixed:3", "fixed:2 (ngram)", "faser (model+ngram)"]
-    rows = compared(tmp_path, prompts, str(engine_dir), "--clients", "1,2", "--policies", ",".join(names))
+    measures = iter([compare.measure, compare.measure, lambda *_: signal.raise_signal(signal.SIGTERM)])
+    monkeypatch.setattr(compare, "measure", lambda *given: next(measures)(*given))  # noqa: PLW0108
+    rows = compared(tmp_path, prompts, str(engine_dir), "--clients", "1,2,3", "--policies", ",".join(names))
     assert [(row["num_clients"], row["policy"]) for row in rows] == [(n, name) for n in (1, 2) for name in names]
     assert all(row["num_different"] == 0 for row in rows)
     assert {row["ratios"][0] for row in rows if row["policy"] == "none"} == {1.0}
@@ -55,18 +58,48 @@ def test_contestants_take_turns_over_the_same_prompts(
     assert all((tmp_path / f"found_{shade}.png").stat().st_size > 1000 for shade in compare.SHADES)
 
 
-def test_an_engine_is_compared_in_process_and_behind_a_server(engine_dir: Path, tmp_path: Path, prompts: Path) -> None:
+def test_an_engine_is_compared_in_process_and_served(engine_dir: Path, tmp_path: Path, prompts: Path, monkeypatch):
     words = [str(engine_dir), "--places", "process,triton", "--clients", "2", "--policies", "fixed:2"]
     rows = compared(tmp_path, prompts, *words)
     assert [(row["place"], row["policy"]) for row in rows] == [("process", "fixed:2"), ("Triton", "fixed:2")]
     assert all(row["num_different"] == 0 and row["mean_accepted"] > 0 for row in rows)
-    assert list(compare.contestants([engine_dir, tmp_path / "other"], ["none"])) == [
-        f"{engine_dir.name} none",
-        "other none",
-    ]
+    for one, other, names in (("a/b", "a/c", "b none,c none"), ("a/b", "c/b", "a/b none,c/b none")):
+        assert ",".join(compare.contestants([Path(one), Path(other)], ["none"])) == names
+
+    def serve_all(*given: object) -> None:
+        raise FaserError(str(given))
+
+    monkeypatch.setattr(compare, "serve_all", serve_all)
+    with pytest.raises(FaserError, match="'--max-num-seqs', '64'"):
+        compared(tmp_path, prompts, *words, "--places", "triton", "--clients", "64")
 
 
-def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path):
+def test_loads_before_the_failure_of_a_peer_are_kept(engine_dir: Path, tmp_path: Path, prompts: Path, monkeypatch):
+    def run(jobs: list, clients: int) -> tuple[list[Answer], float]:
+        if clients == 2:
+            raise RuntimeError("the peer ended")
+        return [Answer(0.0, [1.0, 2.0], 2, 0, 0, "") for _ in jobs], 1.0
+
+    made = files.ModelFiles("stub", {}, engine_dir, {"fp16": engine_dir})
+    monkeypatch.setattr(peers, "model_files", lambda *_: made)
+    monkeypatch.setattr(peers, "started", lambda *_: {"peer": run})
+    monkeypatch.setattr(peers, "ours", lambda *_: {"ours": run})
+    monkeypatch.setitem(peers.PIECES, "llama", replace(peers.PIECES["llama"], program=prompts))
+    words = ["--only", "llama", "--clients", "1,2", "--target", str(prompts), "--prompts", str(prompts)]
+    with pytest.raises(SystemExit, match="error: the peer ended"):
+        peers.main([*words, "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "peers.json").read_text())["rows"]
+    assert [(row["policy"], row["num_clients"]) for row in rows] == [("ours", 1), ("peer", 1)]
+
+
+def test_an_unknown_way_is_refused(engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["check_equality.py", "--engine-dir", str(engine_dir), "--ways", "typo"])
+    with pytest.raises(SystemExit):
+        equality.main()
+    assert "--ways typo: no way's name contains this" in capsys.readouterr().err
+
+
+def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     source = tmp_path / "model.gguf"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 8}
     write_gguf(random_model("llama3_rope", rope_parameters=None, **sizes), source, kind=Type.Q4_1)
@@ -87,3 +120,12 @@ def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path):
     assert np.array_equal(stored.read(name), wanted.read(name).astype(np.float16))
     config = json.loads((tmp_path / "checkpoint" / "config.json").read_text())
     assert config["num_hidden_layers"] == wanted.fields.values["num_hidden_layers"]
+    monkeypatch.setattr(files, "_make", lambda path, *_: path.write_text(""))
+    monkeypatch.setattr(files, "cached_engine", lambda target, head, *_, **__: Path(f"{target} {head}"))
+    made = []
+    for text in ("trained", "trained again"):  # other contents under the same names
+        (tmp_path / "checkpoint" / "model.safetensors").write_text(text)
+        source.write_text(text)
+        made.append(files.model_files(source, tmp_path / "checkpoint", tmp_path / "made"))
+    first, second = ({each.checkpoint, *each.gguf.values(), *each.heads.values()} for each in made)
+    assert not first & second

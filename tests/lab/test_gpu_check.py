@@ -58,6 +58,7 @@ def test_a_dry_run_on_the_cpu_ends_every_part_well_and_can_be_shown_again(tmp_pa
     assert status == {name: "skipped" if name == "sms" else "done" for name in parts.split(",")}
     assert all(case["is_right"] for case in content["parts"]["kernels"]["result"]["cases"])
     assert gpu_check("--table", output).stdout == done.stdout
+    assert "--parts = 'nonsense': unknown; known are device" in gpu_check("--parts", "kernels,nonsense").stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -70,10 +71,6 @@ def test_without_a_gpu_the_command_says_so_and_writes_nothing_and_parts_fail(tmp
             part(tiny("cuda"))
 
 
-def test_an_unknown_part_is_refused_by_name():
-    assert "--parts = 'nonsense': unknown; known are device" in gpu_check("--parts", "kernels,nonsense").stderr
-
-
 def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path: Path):
     report = Report(tmp_path / "found.json", {"device": "cpu"})
     for name in ("first", "second"):
@@ -83,9 +80,8 @@ def test_a_report_is_whole_after_every_part_and_names_no_place(tmp_path: Path):
         assert list(content["parts"])[-1] == name
         assert content["parts"][name]["error"] == 'File "nn.py", line 3, in f at 8/124 GB/s'
     assert without_paths("8/124 and a/b and 3 / 4") == "8/124 and a/b and 3 / 4"
-    assert (
-        default_path({"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01T"}).stem == "gpu-h100-80gb-hbm3-2026-01-01"
-    )
+    path = default_path({"device": "NVIDIA H100 80GB HBM3", "date": "2026-01-01T"})
+    assert path.stem == "gpu-h100-80gb-hbm3-2026-01-01"
     assert parse_gpu("NVIDIA H100, 580.1, 81559 MiB, 345 MHz")["clocks.sm"] == "345 MHz"
 
 
@@ -100,6 +96,7 @@ def outcomes_of(*names: str, budget_s: float = 60.0, needs_gpu: bool = False) ->
 
 def test_what_a_part_does_is_recorded_and_the_next_runs_in_a_child_of_its_own():
     fates = {
+        "finds_errors": ("failed", {"cases": [{"is_right": True}, {"is_right": False}, {}]}, "{'is_right': False}"),
         "raises": ("failed", {"known": 1}, "ValueError: as it had to"),
         "hangs": ("timed out", {"known": 2}, "killed"),
         "dies": ("died", {}, "SIGKILL"),
@@ -137,7 +134,7 @@ def test_the_parts_of_tensorrt_end_with_a_head(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(parity, "DEMO_PAIR", write_pair(tmp_path, num_layers=6))
     found = parity.rtx_runtime(tiny())
     pair, head = found["dtypes"]
-    assert [row["stage"] for row in found["dtypes"]] == ["done"] * 2
+    assert [(row["stage"], row["is_right"]) for row in found["dtypes"]] == [("done", True)] * 2
     assert [row["options"] for row in found["dtypes"]] == ["", "--draft HEAD"]
     for each in (pair, head):
         assert [(row["policy"], row["temperature"]) for row in each["answers"]] == list(parity.RUNS)

@@ -11,7 +11,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.lab.bench.replay import run_replay
 from faser_backend.lab.command_options import ReplayOptions
 from faser_backend.lab.prompts import PromptMaker
-from faser_backend.lab.traces import Trace, fitted_to, read_trace, with_rate_curve
+from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled, with_rate_curve
 from faser_backend.serving.parameters import ServeOptions
 from tests.support.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
 from tests.triton import test_server
@@ -30,12 +30,9 @@ def options(server: ServeOptions, tmp_path: Path) -> ReplayOptions:
     trace = write_trace(tmp_path / "trace.csv", 0.02, [(20 + i, 5 + i) for i in range(12)])
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in CORPUS))
+    url = f"127.0.0.1:{server.grpc_port}"
     return ReplayOptions(
-        trace=trace,
-        url=f"127.0.0.1:{server.grpc_port}",
-        output=tmp_path / "replay.json",
-        max_context=MAX_CONTEXT,
-        prompts=prompts,
+        trace=trace, url=url, output=tmp_path / "replay.json", max_context=MAX_CONTEXT, prompts=prompts
     )
 
 
@@ -121,8 +118,7 @@ def test_a_trace_is_read_as_it_is(csv):
     assert trace.arrivals_s == pytest.approx([0, 1, 2, 3])
     assert trace.num_prompt_tokens.tolist() == [374, 375, 376, 377]
     assert trace.num_output_tokens.tolist() == [44, 45, 46, 47]
-    assert trace.longest == 377 + 47
-    assert trace.rate == pytest.approx(1.0)
+    assert trace.longest == 377 + 47 and trace.rate == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -143,11 +139,12 @@ def test_a_broken_trace_is_refused_by_line_and_column(csv, text, message):
         read_trace(csv(text))
 
 
-def test_a_missing_file_and_too_few_requests_are_refused(csv, tmp_path):
+def test_a_missing_file_and_a_rate_of_requests_at_once_are_refused(csv, tmp_path):
     with pytest.raises(ConfigError, match="not readable as a trace"):
         read_trace(tmp_path / "nowhere.csv")
-    with pytest.raises(ConfigError, match=r"requests = 7: .* has only 6"):
-        read_trace(csv(), 7)
+    with pytest.raises(ConfigError, match=r"arrivals of trace.csv: all requests come at once"):
+        scaled(read_trace(csv(HEADER + 2 * LINES[0])), 5.0)
+    assert scaled(alone := read_trace(csv(HEADER + LINES[0])), 5.0) is alone
 
 
 @pytest.mark.parametrize(("rate", "ratio"), [(0.0, 35.0), (-1.0, 35.0), (5.0, 0.5), (5.0, 2000.0)])

@@ -70,19 +70,13 @@ def test_policies_are_told_the_truth_about_the_exit():
     margins, is_match, (exit_margins,) = world.process.sample(300, 100)
     knowledge = world.knowledge()
     assert set(knowledge.margins) == {"greedy", "sampled"}
-    chances = np.interp(margins, *_curve(world.process, margins, is_match))
+    parts = np.array_split(margins.argsort(axis=None), 40)
+    curve = [[each.reshape(-1)[part].mean() for part in parts] for each in (margins, is_match)]
+    chances = np.interp(margins, curve[0], curve[1])
     refined = exit_.survival(chances.reshape(-1, 1), exit_margins.reshape(-1, 1)).reshape(chances.shape)
     near = np.abs(refined - 0.7) < 0.05
     assert is_match[near].mean() == pytest.approx(0.7, abs=0.03)
     assert np.isfinite(logits(refined)).all()
-
-
-def _curve(process, margins, is_match):
-    """Returns the mean of matches by margin, in 40 equal parts."""
-    order = margins.argsort(axis=None)
-    parts = np.array_split(order, 40)
-    flat, match = margins.reshape(-1), is_match.reshape(-1)
-    return [flat[part].mean() for part in parts], [match[part].mean() for part in parts]
 
 
 @pytest.mark.parametrize("levels", [[0.9, 0.6], spread_levels(0.7, 0.15)], ids=["mix", "spread"])
@@ -125,6 +119,7 @@ def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--exit-auc", 0.8, "--profile", "x"], "give at most one of --exit-auc and --profile"),
         (["--hardware", "h100"], "give either --hardware and --pair, or --profile"),
         (["--hardware", "h100", "--pair", "x", "--requests", 6], "pair = 'x': unknown; known are qwen3-32b/0.6b"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "faser (n-grams)"], "n-grams need texts"),

@@ -105,9 +105,7 @@ def test_dialogues_are_the_targets_words(trained: HeadOptions) -> None:
         num_greedy += int(said.sum())
         assert torch.equal(tokens[1:][said], best[:-1][said])
     assert num_greedy > 20
-    assert any((np.diff((dialogue.kinds >= Kind.ANSWER).astype(int)) > 0).sum() == 2 for dialogue in dialogues), (
-        "no second question"
-    )
+    assert any((np.diff((dialogue.kinds >= Kind.ANSWER).astype(int)) > 0).sum() == 2 for dialogue in dialogues)
 
 
 def test_writing_goes_on_where_it_was_cut_off(trained: HeadOptions, tmp_path: Path) -> None:

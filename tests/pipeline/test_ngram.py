@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from faser_backend.core.decision import PipelineMode
 from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import PrefillChunk, StepRecord
-from faser_backend.core.ports import Partition
+from faser_backend.core.ports import Partition, PhaseTimes
 from faser_backend.core.request import Request, Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.ngram import NgramIndex, NgramProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.calibration import MarginCurve, MatchCalibration, margin_bins
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, HashRunner

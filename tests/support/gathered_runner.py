@@ -11,7 +11,7 @@ import numpy as np
 import onnxruntime as ort
 
 from faser_backend.core.batch import RowBatch
-from faser_backend.engines.arrays import FLOAT_TYPES
+from faser_backend.engines.checkpoint import FLOAT_TYPES
 from faser_backend.engines.decoder import GraphForm, build_segment
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.graph import WeightStore

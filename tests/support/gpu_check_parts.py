@@ -15,6 +15,10 @@ def raises(context: Context) -> dict:
     raise ValueError("as it had to")
 
 
+def finds_errors(_: Context) -> dict:
+    return {"cases": [{"is_right": True}, {"is_right": False}, {}]}
+
+
 def hangs(context: Context) -> dict:
     context.save({"known": 2})
     time.sleep(600)

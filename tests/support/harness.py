@@ -8,7 +8,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.frontier import Acceptance, Frontier, Verification
 from faser_backend.core.plan import InFlight, StepPlan, StepRecord
-from faser_backend.core.ports import Lanes, Partition
+from faser_backend.core.ports import Lanes, Partition, PhaseTimes
 from faser_backend.core.request import EngineOutput, Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence
 from faser_backend.cpu.sampler import NumpySampler
@@ -18,7 +18,6 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
-from faser_backend.pipeline.timing import PhaseTimes
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
 from faser_backend.serving.default_costs import ModelSize, default_cost_model

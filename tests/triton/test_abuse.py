@@ -58,7 +58,7 @@ def test_a_killed_engine_is_noticed(server: Served):
     assert gone.startswith("gone or not ready: tensorrt_llm")
 
 
-def test_fuzz_cases_of_the_llm_api_disturb_nobody_until_the_server_goes():
+def test_fuzz_cases_of_the_llm_api_disturb_nobody_until_the_server_goes(capsys: pytest.CaptureFixture[str]):
     with serving("--contract", "llmapi", "--num-threads", 1) as served:
 
         def make(number: int) -> Case:
@@ -68,7 +68,7 @@ def test_fuzz_cases_of_the_llm_api_disturb_nobody_until_the_server_goes():
 
         found = fuzz(served, "llmapi", make, range(4 * NUM_CASES))
     assert 0 < found.num_answered < NUM_CASES // 2 and NUM_CASES <= found.num_cases < 4 * NUM_CASES
-    assert any("the server was gone" in line for line in found.broken)
+    assert any("the server was gone" in line for line in found.broken) and "gone\n" in capsys.readouterr().err
     assert any(line.startswith("the server is not ready") for line in found.broken)
     assert all("the server" in line or line.startswith("a well-behaved client") for line in found.broken)
 

@@ -161,7 +161,7 @@ def test_an_index_that_leads_astray(weight_map: object, words: Words, checkpoint
 
 def test_numbers_are_checked_across_blocks(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     """In a tensor of many blocks, the error's index counts from the start of the tensor."""
-    monkeypatch.setattr("faser_backend.engines.arrays.BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr("faser_backend.engines.checkpoint.BLOCK_ELEMENTS", 100)
     tensors = load_file(checkpoint / WEIGHTS)
     tensors[UP][40, 9] = float("nan")
     save_file(tensors, checkpoint / WEIGHTS)
