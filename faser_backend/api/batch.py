@@ -167,7 +167,7 @@ def _request(
         prompt_ids=limits.prompt_array(prompt_ids),
         max_tokens=limits.clamp_max_tokens(asked, len(prompt_ids)),
         sampling=sampling,
-        end_ids=() if params.ignore_eos else model.end_ids,
+        end_ids=() if params.ignore_eos and params.guided_decoding is None else model.end_ids,
         stop_sequences=stop_sequences + tuple((token_id,) for token_id in params.stop_token_ids),
         max_draft_tokens=params.num_draft_tokens,
         wants_log_probs=params.logprobs is not None,

@@ -10,7 +10,8 @@ import itertools
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, closing, suppress
-from dataclasses import replace
+from copy import copy
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -135,7 +136,8 @@ class LLM:
 
     def metrics(self) -> EngineMetrics:
         """Returns counters since the engine was opened, without the step that is running."""
-        return replace(self._loop.engine.metrics())
+        found = self._loop.engine.metrics()
+        return replace(found, **{each.name: copy(getattr(found, each.name)) for each in fields(found)})
 
     def close(self) -> None:
         """Ends the engine and frees its memory; running calls fail. A second call has no effect."""

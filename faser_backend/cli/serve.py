@@ -127,8 +127,8 @@ def reload(*, options: ReloadOptions) -> None:
     Requests in progress finish on the old engines.
     """
     from faser_backend.serving.parameters import read_admin_key
-    from faser_backend.triton.admin import Administration
     from faser_backend.triton.launch import reload_engine
+    from faser_backend.triton.server import Administration
 
     administration = Administration(options.http, read_admin_key(options.admin_key_file))
     before = reload_engine(

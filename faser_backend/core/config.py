@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from faser_backend.core.errors import ConfigError
 
@@ -54,6 +54,10 @@ def _with_absolute(given: Any) -> list[str]:
 
 # Texts NAME=DIR, one per line of a config.pbtxt. Directories become absolute.
 NamedDirectories = Annotated[list[str], BeforeValidator(_with_absolute)]
+
+
+def _with_absolute_file(policy: str) -> str:
+    return f"file:{Path(policy.removeprefix('file:')).absolute()}" if policy.startswith("file:") else policy
 
 
 def _as_parameter(value: Any) -> str:
@@ -107,7 +111,9 @@ class OptionTable(BaseModel):
 class EngineConfig(OptionTable):
     """How an engine schedules, speculates and samples."""
 
-    policy: str = option(DEFAULT_POLICY, "Choose how draft lengths are decided.", SPECULATION, values="{policies}")
+    policy: Annotated[str, AfterValidator(_with_absolute_file)] = option(
+        DEFAULT_POLICY, "Choose how draft lengths are decided.", SPECULATION, values="{policies}"
+    )
     # "auto": the engine directory's draft model, else n-grams of the text so far. "model+ngram": for each request and
     # step, the chain that promises more.
     draft: DraftSource = option("auto", "Choose what drafts; auto prefers the draft model.", SPECULATION)

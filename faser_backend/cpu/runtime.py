@@ -14,7 +14,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import Behind, GraphCounts
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
-from faser_backend.cpu.weights import useful_threads
+from faser_backend.cpu.weights import available_memory, useful_threads
 from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner, Runtime
 from faser_backend.manifest import EngineManifest, ModelEngine
@@ -54,7 +54,7 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
 
     def free_bytes(self) -> int:
         """Returns the free memory. Weights are not subtracted: KV pools take only a share of it."""
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return available_memory()
 
     def kv_bytes(self, num_partitions: int, config: EngineConfig) -> int:
         """Returns KV_MEMORY_SHARE of the free memory."""

@@ -124,8 +124,8 @@ def block_bytes(spec: ModelSpec, kv_block_size: int, size: int) -> int:
 
 def activation_bytes(spec: ModelSpec, num_rows: int, size: int) -> int:
     """Returns the bytes of one layer's temporaries and output, the most that a call has alive at once."""
-    heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
-    per_row = 7 * spec.hidden_size + 3 * heads + 3 * spec.intermediate_size
+    qk_size = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+    per_row = 7 * spec.hidden_size + 3 * (qk_size + spec.intermediate_size)
     tile = attention.launch_config(size, spec.head_dim, spec.num_heads // spec.num_kv_heads, VERIFY_ROWS)
     most_pairs = tile.block_m * attention.PROGRAMS_PER_SM * MAX_SMS // attention.LEAST_SPLIT
     num_parts = min(attention.count_parts(spec.max_context), attention.MAX_SPLITS)

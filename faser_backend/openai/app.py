@@ -35,7 +35,7 @@ from faser_backend.openai.replies import ApiReply, ChatReply, CompletionReply, E
 from faser_backend.openai.requests import Generation, generations
 from faser_backend.serving.request_reports import CONTEXT_HEADERS, Listener
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.triton.admin import fetch
+from faser_backend.triton.server import fetch
 
 PAGE = Path(__file__).with_name("page.html")
 METRICS_TIMEOUT_S = 5.0

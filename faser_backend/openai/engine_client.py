@@ -134,7 +134,7 @@ class EngineClient:
         del connection.waiting[life.request_id]
         if is_running:
             with suppress(FaserError):
-                connection.link.cancel(life.request_id)
+                (connection.link.cancel if life.error else connection.link.stop)(life.request_id)
         self._close_replaced(connection)
         report_ended(life, self._listeners)
 

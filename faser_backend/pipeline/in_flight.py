@@ -35,9 +35,8 @@ def with_client_drafts(in_flight: InFlight, scheduler: Scheduler, max_logit_rows
     # Chains may always be as long as the server's own. Longer ones share the prefill budget of a step, because all
     # requests wait for their rows.
     longest = max(scheduler.max_prefill_tokens // len(fresh), MAX_DRAFT_TOKENS)
-    longest = max(min(longest, MAX_VERIFIED_ROWS // len(scheduler.running) - 1), 0)
-    if max_logit_rows is not None:
-        longest = min(longest, max_logit_rows - 1)
+    bound = min(MAX_VERIFIED_ROWS // len(scheduler.running), max_logit_rows or MAX_VERIFIED_ROWS)
+    longest = max(min(longest, bound - 1), 0)
     entering, chains = [], []
     for sequence in fresh:
         chain = None

@@ -2,7 +2,7 @@
 
 `CostModel` predicts a call from its shape with one formula for every device. Its coefficients are non-negative, so that
 more rows, sequences or context never appear cheaper. `faser profile` fits it (profiling/cost_fit.py); without a profile
-serving/default_costs.py guesses. `BatchTimes` predicts the steps of a batch.
+serving/profile_store.py guesses. `BatchTimes` predicts the steps of a batch.
 
 `TimeErrors` splits the logarithm of measured over predicted time into two parts: how slow the machine is at present,
 which is common to all calls, and how wrong the model is about calls of so many rows, which hardly changes. Only the

@@ -60,10 +60,8 @@ class Scheduler:
         self._give_back(sequence)
 
     def schedule(self, in_flight: InFlight, max_logit_rows: int | None = None) -> StepPlan:
-        """Plans a step. in_flight: drafts of earlier steps, from which sequences that have left are removed.
-
-        max_logit_rows: the target's limit per sequence.
-        """
+        """Plans a step. in_flight: drafts of earlier steps, without those of sequences that have left. max_logit_rows:
+        the target's limit per sequence."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
         if ready:
             waiting = accumulate(each.num_prefill_tokens for each in self._reading())
@@ -129,7 +127,7 @@ class Scheduler:
         lag = sequence.num_tokens - sequence.draft_len
         if lag <= self.max_draft_lag:
             return True
-        budget = self.max_prefill_tokens - sum(chunk.num_tokens for chunk in plan.draft_prefills)
+        budget = self._num_prompt_rows - sum(chunk.num_tokens for chunk in plan.draft_prefills)
         if num_tokens := min(lag - 1, budget):  # the last token is fed when it drafts
             plan.draft_prefills.append(PrefillChunk(sequence, sequence.draft_len, num_tokens))
         return num_tokens == lag - 1
@@ -183,8 +181,9 @@ class Scheduler:
             sequence.target_len, sequence.draft_len = match.num_target_tokens, match.num_draft_tokens
             self._due[sequence.slot] = self._num_read + sequence.num_prefill_tokens
             stats = sequence.stats
-            stats.num_reused_tokens += match.num_target_tokens
-            stats.num_reused_blocks += len(match.blocks)
+            if not stats.num_preemptions:  # else they may be its own
+                stats.num_reused_tokens += match.num_target_tokens
+                stats.num_reused_blocks += len(match.blocks)
             plan.num_reused_blocks += len(match.blocks)
             self.running.append(sequence)
             plan.admitted.append(sequence)

@@ -200,7 +200,6 @@ class _Profiler:
 
     def run(self, effort: Effort, prompts: Path | None, budget_s: float) -> Profile:
         manifest, widths, pads = self.manifest, key_columns(self.manifest), self.manifest.runtime_spec.is_gathered
-        effort = replace(effort, loads=tuple(size for size in effort.loads if size <= self.models.most("B")))
         log.info("  0%  measuring the engine's speed")
         step_s = self._probe(effort.loads, STEP_SHARE * budget_s)
         seconds = self._estimate_s(effort, list(step_s.values()))
@@ -251,7 +250,8 @@ class _Profiler:
         length, step_s = max(LENGTHS), dict[int, float]()
         with closing(self._make_engine(EngineConfig.from_options(policy=f"fixed:{length}"))) as engine:
             for size in loads:
-                if len(step_s) > 1 and step_s[max(step_s)] * size / max(step_s) > most_s:
+                is_long = len(step_s) > 1 and step_s[max(step_s)] * size / max(step_s) > most_s
+                if is_long or size > self.models.most("B"):
                     break
                 steps = phases_of_steps(engine, size, length, PROBE_STEPS, np.random.default_rng(SEED))
                 step_s[size] = min((step[WALL] for step in steps), default=0) / 1e9  # a short context may hold none

@@ -21,8 +21,7 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.serving.default_costs import with_ngrams
-from faser_backend.serving.profile_store import load_knowledge
+from faser_backend.serving.profile_store import load_knowledge, with_ngrams
 
 BOTH = "model+ngram"
 

@@ -153,7 +153,9 @@ class EngineLoop:
                 self._answer_unstarted(request.request_id, FinishReason.ERROR, result.failure)
                 return
             route.is_compiling = False
-            ready = replace(request, guide=None, sampling=replace(request.sampling, grammar=result))
+            assert self.guides is not None  # they have compiled it: answers end with one of their end tokens
+            ends = (*request.end_ids, *self.guides.end_ids)
+            ready = replace(request, guide=None, end_ids=ends, sampling=replace(request.sampling, grammar=result))
             try:
                 self.engine.submit(ready)
             except Exception as error:
@@ -170,11 +172,9 @@ class EngineLoop:
         last.stats = RequestStats()
         _notify(self.on_finished, last, 0)
 
-    def refuse(self) -> None:
-        self._is_refusing = True
-
     def drain(self) -> None:
-        """Waits until every request has been answered."""
+        """Refuses new requests, and waits until every other one has been answered."""
+        self._is_refusing = True
         while self._routes:
             time.sleep(DRAIN_POLL_S)
 
@@ -239,11 +239,9 @@ class EngineLoop:
     def _fail_all(self, message: str) -> None:
         with self._lock:
             routes, self._routes = self._routes, {}
+        error = Failure(ErrorCode.UNAVAILABLE, message)
         for request_id, route in routes.items():
-            failed = EngineOutput(
-                request_id, [], finish_reason=FinishReason.ERROR, error=Failure(ErrorCode.UNAVAILABLE, message)
-            )
-            route.subscriber.deliver([failed])
+            route.subscriber.deliver([EngineOutput(request_id, [], finish_reason=FinishReason.ERROR, error=error)])
 
 
 def _notify(listener: Callable[..., None], *arguments: object) -> None:

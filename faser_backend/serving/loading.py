@@ -94,11 +94,12 @@ def shown_phases(log_line: Callable[[str], None] | None = None, *, in_pipes: boo
 
 @contextmanager
 def written_phases(folder: Path) -> Iterator[None]:
-    """Writes the phases and warnings of this process to the launch folder of its server."""
+    """Writes the phases and warnings of this process to the launch folder of its `faser serve`."""
 
     def write(what: str) -> None:
-        with suppress(OSError), (folder / LOADING_FILE).open("ab") as file:  # a full disk: the phase is not shown
-            file.write(f"{what}\n".encode(errors="replace"))
+        if (folder / LOADING_FILE).exists():  # no other server has one
+            with suppress(OSError), (folder / LOADING_FILE).open("ab") as file:  # a full disk: the phase is not shown
+                file.write(f"{what}\n".encode(errors="surrogateescape"))
 
     with reporting_to(write):
         yield

@@ -36,8 +36,12 @@ _KEY = re.compile(rf"[A-Za-z0-9_-]{{{MIN_KEY},{MAX_KEY}}}")
 
 
 def check_host(host: str, *, is_exposed: bool) -> None:
-    """Raises ConfigError for a non-loopback address that was not explicitly allowed."""
-    if not is_exposed and not is_loopback(host):
+    """Raises ConfigError for a non-loopback address that was not explicitly allowed, and for anything but IPv4."""
+    try:
+        is_open = not ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        raise ConfigError(f"--host = {host!r}: must be an IPv4 address; Triton's ports take no other") from None
+    if is_open and not is_exposed:
         raise ConfigError(
             f"--host = {host!r}: is reached from other machines, and bodies crash the HTTP port of Triton 2.51: put a "
             "proxy that limits them before 127.0.0.1, or give --expose-triton too (docs/security.md)"

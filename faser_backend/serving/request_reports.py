@@ -269,9 +269,8 @@ def request_attributes(life: RequestLife) -> dict[str, Any]:
         "gen_ai.request.model": life.model,
         "faser.request_id": life.request_id,
         **({"faser.client_id": life.client_id} if life.client_id else {}),
+        **({"error.type": "request_error"} if life.error else {}),
     }
-    if life.error:
-        found["error.type"] = "request_error"
     if not sequences:
         return found
     stats = [each.stats for each in sequences if each.stats is not None]

@@ -153,7 +153,7 @@ class GuideCompiler:
     """A compiler for the grammars of one model's requests, on its own thread. Thread-safe."""
 
     def __init__(self, tokenizer_file: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        self._tokenizer_file, self._vocab_size, self._end_ids = tokenizer_file, vocab_size, end_ids
+        self._tokenizer_file, self._vocab_size, self.end_ids = tokenizer_file, vocab_size, end_ids
         self._tokenizer: LLTokenizer | None = None  # loaded with the first grammar, in a third of a second
         self._compiled: OrderedDict[str, LlgState] = OrderedDict()
         self._lock = threading.Lock()
@@ -176,11 +176,11 @@ class GuideCompiler:
         """Compiles a guide of read_guide. Raises RequestError with the library's message."""
         if (known := self._known(guide)) is not None:
             return known
-        if not self._end_ids:
+        if not self.end_ids:
             raise RequestError(GUIDE, "given", "needs a model with an end token")
         if self._tokenizer is None:
             text = self._tokenizer_file.read_text(encoding="utf-8")
-            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self._end_ids))
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=list(self.end_ids))
         matcher = LLMatcher(self._tokenizer, guide, log_level=0, limits=LIMITS)
         if matcher.is_error():
             raise RequestError(GUIDE, "given", _first_line(matcher.get_error()))

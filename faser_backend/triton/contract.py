@@ -88,6 +88,9 @@ def parse_requests(
     """
     refuse_unsupported(tensors)
     rows = split_batch(tensors)
+    for name, array in tensors.items() if len(rows) > 1 and not is_decoupled else ():
+        if name.startswith(("num_return_sequences", "return_")) and len(values := np.unique(array)) > 1:
+            raise RequestError(name, values.tolist(), "must be equal for all prompts of a unary request")
     parsed: list[ParsedRequest] = []
     for batch_index, row in enumerate(rows):
         num_sequences = int(read_scalar(row, "num_return_sequences", default=1)) or 1
@@ -98,17 +101,8 @@ def parse_requests(
         if first.is_streaming and not is_decoupled:
             limit = "Streaming is only supported if model is deployed using decoupled mode."
             raise RequestError("streaming", True, limit)
-        parsed += [
-            replace(
-                first,
-                request=first.request.nth(sequence_index),
-                batch_index=batch_index,
-                batch_size=len(rows),
-                sequence_index=sequence_index,
-                num_sequences=num_sequences,
-            )
-            for sequence_index in range(num_sequences)
-        ]
+        first = replace(first, batch_index=batch_index, batch_size=len(rows), num_sequences=num_sequences)
+        parsed += [replace(first, request=first.request.nth(n), sequence_index=n) for n in range(num_sequences)]
     return parsed
 
 

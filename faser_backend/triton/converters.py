@@ -90,8 +90,7 @@ def _read_prompt(row: Tensors, tokenizer: TextTokenizer, max_bytes: int) -> list
     for name in ("MESSAGES", "QUERY"):
         if name in row:
             text = read_text(name, read_scalar(row, name), max_bytes)
-            is_chat = name == "MESSAGES"
-            return tokenizer.encode_chat(name, text, max_bytes)[1] if is_chat else tokenizer.encode_prompt(text)
+            return tokenizer.encode_prompt(text) if name == "QUERY" else tokenizer.encode_chat(name, text, max_bytes)[1]
     raise RequestError("QUERY", None, "a prompt is needed: send QUERY or MESSAGES")
 
 

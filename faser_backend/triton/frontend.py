@@ -190,8 +190,7 @@ class Frontend:
             _log.exception("a request could not be started", extra=about(life.request_id))
         if exchange is not None:
             self._abandon(exchange, failure.message)
-        else:
-            self._notify(life, failure.message)
+        self._notify(life, failure.message)
         responder.fail(failure)
 
     def _notify(self, life: RequestLife, error: str = "") -> None:

@@ -30,11 +30,10 @@ from faser_backend.serving.parameters import ServeOptions, given_parameters
 from faser_backend.serving.processes import die_with_parent
 from faser_backend.serving.request_reports import line_logger
 from faser_backend.serving.runtimes import check_device
-from faser_backend.triton.admin import Administration
 from faser_backend.triton.launch_folder import HangWatch
 from faser_backend.triton.link import socket_path
 from faser_backend.triton.model_configs import CONTRACTS
-from faser_backend.triton.server import DRAIN_S, ENGINE_MODEL, ERROR_REPLY_S, TritonServer, wait_for_end
+from faser_backend.triton.server import DRAIN_S, ENGINE_MODEL, ERROR_REPLY_S, Administration, TritonServer, wait_for_end
 
 DIRECTORY_KEY, LOAD_KEY = "gpt_model_path", "loaded_at"
 OPENAI_START_S = 30.0
@@ -73,6 +72,7 @@ def serve_until_signalled(
         signal.signal(number, note)
     with TritonServer(options, parameters) as server, contextlib.ExitStack() as stack:
         phases = stack.enter_context(shown_phases(None if log_format == "text" else partial(log, "INFO")))
+        loading = stack.enter_context((server.log_file.parent / LOADING_FILE).open("a+"))  # to which the engine writes
         openai_server = None
         if openai is not None:
             phases.begin("starting OpenAI's API")
@@ -80,8 +80,6 @@ def serve_until_signalled(
             stack.callback(openai_server.stop, is_hurried=lambda: True)
             openai_server.wait_for_line(should_stop=is_signalled.is_set)
         phases.begin(f"starting Triton Inference Server, log in {server.log_file}")
-
-        loading = stack.enter_context((server.log_file.parent / LOADING_FILE).open("a+"))
 
         def is_over() -> bool:
             for line in loading:
@@ -115,6 +113,7 @@ def serve_until_signalled(
             log("ERROR", reason)
             return 1
         log("INFO", "draining; a second signal ends at once" if is_started else "interrupted before it was ready")
+        server.refuse()
         if openai_server is not None:
             openai_server.stop(is_hurried=lambda: len(signals) > 1)
         server.stop(is_hurried=lambda: len(signals) > 1)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from faser_backend.core.config import EngineConfig
-from faser_backend.core.errors import ErrorCode, Failure, FaserError
+from faser_backend.core.errors import ErrorCode, Failure, FaserError, UnavailableError, blamed
 from faser_backend.serving.loading import log, written_phases
 from faser_backend.serving.parameters import ModelOptions, ServingOptions, given_parameters
 from faser_backend.serving.processes import PARENT_POLL_S, children, die_with_parent
@@ -31,7 +32,7 @@ from faser_backend.serving.served_model import ServedModel
 from faser_backend.triton.contract import refuse_undeclared
 from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.frontend import Frontend, InflightBatcherContract, LongTexts
-from faser_backend.triton.launch_folder import Heartbeat, drain_when_asked
+from faser_backend.triton.launch_folder import DRAIN_FILE, MIN_BYTES, SHARED_MEMORY, Heartbeat, drain_when_asked
 from faser_backend.triton.link import LinkServer, SocketLink, socket_id, socket_path
 from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
@@ -70,6 +71,11 @@ class TritonResponder:
         self._is_done = False
 
     def send(self, arrays: list[NamedArray], *, is_final: bool) -> None:
+        """Raises UnavailableError if the shared memory has no room for a large response."""
+        num_bytes = sum(array.nbytes for _, array in arrays)
+        # A sender whose last response does not fit is closed all the same, and its client would wait for ever.
+        if num_bytes > MIN_BYTES and num_bytes > shutil.disk_usage(SHARED_MEMORY).free:
+            raise UnavailableError(f"the answer's {num_bytes >> 20} MiB exceed the free shared memory; retry later")
         tensors = [pb_utils.Tensor(name, array) for name, array in arrays]
         self._send(pb_utils.InferenceResponse(tensors), is_final)
 
@@ -142,12 +148,11 @@ class ServingModel(ConfiguredModel):
     def _open_listeners(self) -> list[Listener]:
         """Raises ConfigError."""
         listeners: list[Listener] = [log_request] if self._options.log_format == "json" else []
-        endpoint = self._options.otlp_endpoint
-        if endpoint is not None and self._tracing is None:
-            self._tracing = Tracing(endpoint)
+        if self._options.otlp_endpoint is not None and self._tracing is None:
+            self._tracing = Tracing(self._options.otlp_endpoint)
         return [*listeners, self._tracing.trace] if self._tracing is not None else listeners
 
-    def _serve(self, requests: list[Any]) -> None:
+    def execute(self, requests: list[Any]) -> None:
         for request in requests:
             parameters = json.loads(request.parameters() or "{}")
             responder = TritonResponder(request)
@@ -186,7 +191,7 @@ class TextModel(ServingModel):
         self._is_ready.wait()
         if self._failure is None:
             with self._serving:
-                self._serve(requests)
+                super().execute(requests)
             return
         for request in requests:
             TritonResponder(request).fail(Failure(ErrorCode.UNAVAILABLE, self._failure))
@@ -283,9 +288,6 @@ class EngineModel(ServingModel):
         self._retirement = threading.Thread(target=self._retire, name="retire", daemon=True)
         self._retirement.start()
 
-    def execute(self, requests: list[Any]) -> None:
-        self._serve(requests)
-
     def finalize(self) -> None:
         # Triton unloads a decoupled model without waiting for its answers, and the engine before its frontends end.
         self._is_finalizing.set()
@@ -312,7 +314,6 @@ class EngineModel(ServingModel):
 
     def _drain(self) -> None:
         if not self._is_retired:
-            self._host.loop.refuse()
             self._host.loop.drain()
             self._frontend.drain()
 
@@ -328,6 +329,7 @@ class _Converter(ConfiguredModel):
 
     def initialize(self, args: dict[str, str]) -> None:
         self._configure(args)
+        self._launch_folder = launch_folder(args)
         self._model: ServedModel | None = None
         self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._long_texts = LongTexts(MAX_LONG_TEXTS)
@@ -345,15 +347,16 @@ class _Converter(ConfiguredModel):
 
     def finalize(self) -> None:
         self._long_texts.close()
+        while (self._launch_folder / DRAIN_FILE).exists():  # unloaded so that readiness fails, which ends with this
+            time.sleep(FOLLOW_POLL_S)
 
     def _answer(self, tensors: dict[str, np.ndarray], model: ServedModel, responder: TritonResponder) -> None:
         try:
             responder.send(self._convert(tensors, model), is_final=True)
-        except FaserError as error:
-            responder.fail(error.failure)
         except Exception as error:
-            _log.exception("a request could not be converted")
-            responder.fail(Failure(ErrorCode.INTERNAL, f"internal error: {type(error).__name__}: {error}"))
+            if not isinstance(error, FaserError):
+                _log.exception("a request could not be converted")
+            responder.fail(blamed(None, error))
 
     def _connect(self) -> ServedModel:
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)
@@ -382,7 +385,7 @@ class PostprocessingModel(_Converter):
 
 def launch_folder(args: dict[str, str]) -> Path:
     """Returns the folder above the model repository, which `faser serve` has made for its server."""
-    return Path(args["model_repository"]).parents[1]
+    return Path(args["model_repository"]).absolute().parents[1]
 
 
 def _engines_policy(config: dict[str, Any]) -> dict[str, str]:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import http.client
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -19,6 +21,8 @@ import sys
 import sysconfig
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +31,70 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.places import GPU_DEVICE, MODEL_REPO, MODEL_REPO_LLMAPI, PACKAGES
-from faser_backend.serving.parameters import ServeOptions, check_host, grpc_tls_options, restriction_options
+from faser_backend.serving.parameters import KEY_HEADER, ServeOptions, check_host, grpc_tls_options, restriction_options
 from faser_backend.serving.processes import arguments, children, die_with_parent, is_running
 from faser_backend.serving.request_reports import JSON_START, forward_options
-from faser_backend.triton.admin import AdminError, Administration, fetch
 from faser_backend.triton.launch_folder import DRAIN_FILE, LaunchFolder, clear_shared_memory, drained_file
 from faser_backend.triton.model_configs import known_keys, launch_text
+
+_RAISED = re.compile(r"TritonModelException: (.*?)(?:\n\nAt:|;?\n|$)", re.DOTALL)
+
+
+class AdminError(FaserError):
+    """The server refuses a call, or does not answer."""
+
+
+class Administration:
+    """A client of one server's administration. Every method raises AdminError."""
+
+    def __init__(self, address: str, key: str) -> None:
+        """address: HOST:PORT of Triton's HTTP port."""
+        self._address, self._key = address, key
+
+    def config(self, model: str) -> dict[str, Any]:
+        """Returns the configuration that a model was loaded with."""
+        return json.loads(self._ask(f"/v2/models/{model}/config", 10.0))
+
+    def load(self, model: str, config: dict[str, Any], timeout_s: float) -> None:
+        """Loads a model. A loaded one serves until the new one is ready, and stays if loading fails."""
+        self._ask(f"/v2/repository/models/{model}/load", timeout_s, {"parameters": {"config": json.dumps(config)}})
+
+    def unload(self, model: str, timeout_s: float) -> None:
+        """Makes a model not ready. It finishes its requests."""
+        self._ask(f"/v2/repository/models/{model}/unload", timeout_s, {})
+
+    def _ask(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> bytes:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://{self._address}{path}", data, {KEY_HEADER: self._key})
+        try:
+            return fetch(request, timeout_s)
+        except urllib.error.HTTPError as error:
+            raise AdminError(_reason(error)) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(error, "reason", None) or error
+            raise AdminError(f"{self._address}: Triton's HTTP port does not answer ({reason})") from None
+
+
+def fetch(request: urllib.request.Request | str, timeout_s: float) -> bytes:
+    """Returns what this server answers, asked without a proxy, as a key is for it alone. Raises what urllib raises."""
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=timeout_s) as answer:
+        return answer.read()
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    """Returns the error that a model raised, else Triton's."""
+    text = error.read().decode(errors="replace")
+    try:
+        message = str(json.loads(text)["error"])
+    except (ValueError, KeyError, TypeError):
+        message = text.strip() or f"status {error.code}"
+    if error.code == 403:
+        return f"the server refuses the admin key ({message})"
+    raised = _RAISED.search(message)
+    return raised[1].strip() if raised else message
+
 
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -42,6 +102,7 @@ DRAIN_S = 60.0  # time for requests in flight to end
 UNLOAD_S = 4.0  # time for Triton to end after the last answer; an open stream of an idle client would keep it running
 ERROR_REPLY_S = 0.5  # time for frontends to answer requests of a dead process with an error
 DRAIN_POLL_S = 0.05
+MAX_LOG_BYTES = 64 << 20  # of the server's log, which then begins again
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
 LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend; starting again helps
@@ -144,7 +205,7 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
             write_launch_copy(repository, copy, parameters, is_decoupled=options.decoupled)
             self._command = server_command(install, self._folder, options, has_tracing="otlp_endpoint" in parameters)
             self._environment = server_environment(install)
-            self._is_ready = False
+            self._is_ready, self._drain_end_s = False, 0.0
             self.num_starts = 0
             self._start()
         except BaseException as error:
@@ -210,19 +271,26 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
             if command and command[0].endswith(_MODEL_PROCESS)
         }
 
+    def refuse(self) -> None:
+        """Refuses new requests, and fails probes of readiness, if the server is ready. A second call does nothing."""
+        if self._is_ready:
+            with contextlib.suppress(OSError):  # the file exists, or a full disk: end without draining
+                (self._folder / DRAIN_FILE).touch(exist_ok=False)
+                self._drain_end_s = time.monotonic() + DRAIN_S
+                self._fail_readiness_probes()
+
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Refuses new requests, answers those in flight, and ends the server.
 
-        Kills it after DRAIN_S, or once is_hurried returns true. The engine drains first, because Triton alone does not:
-        it unloads a decoupled model before its last answers, and can wait for ever for a cancelled request.
+        Kills it DRAIN_S after `refuse`, or once is_hurried returns true. The engine drains first, because Triton alone
+        does not: it unloads a decoupled model before its last answers, and can wait for ever for a cancelled request.
         """
         if self.process.poll() is None:
             models = self.model_processes()
-            if self._is_ready:
-                with contextlib.suppress(OSError):  # a full disk: end without draining
-                    (self._folder / DRAIN_FILE).touch()
-                    self._fail_readiness_probes()
-                    wait_for_end(self.process, DRAIN_S, lambda: self._is_drained(models) or is_hurried())
+            self.refuse()
+            left_s = self._drain_end_s - time.monotonic()
+            wait_for_end(self.process, left_s, lambda: self._is_drained(models) or is_hurried())
+            (self._folder / DRAIN_FILE).unlink(missing_ok=True)
             self.process.send_signal(signal.SIGTERM)
             wait_for_end(self.process, UNLOAD_S, is_hurried)
         self.kill()
@@ -261,6 +329,9 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
             for line in map(with_own_lines, self.process.stdout):
                 # Keep reading after errors: a server blocks when the pipe of its log is full.
                 with contextlib.suppress(OSError):
+                    if log.tell() > MAX_LOG_BYTES:
+                        log.seek(0)
+                        log.truncate()
                     log.write(line)
                 if self.options.verbose:
                     with contextlib.suppress(OSError):

@@ -16,12 +16,7 @@ from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.contract import ParsedRequest
 
 NamedArray = tuple[str, np.ndarray]
-_PERF_FIELDS = {
-    "arrival_time_ns": "arrival_ns",
-    "first_scheduled_time_ns": "first_scheduled_ns",
-    "first_token_time_ns": "first_token_ns",
-    "last_token_time_ns": "last_token_ns",
-}
+_TIMES = ("arrival", "first_scheduled", "first_token", "last_token")
 _PAD_ID = -1  # pads output_ids where sequences of one response differ in length
 
 
@@ -159,7 +154,7 @@ def _one(value: int, dtype: type = np.int32) -> np.ndarray:
 
 
 def _render_stats(stats: RequestStats) -> list[NamedArray]:
-    arrays = [(name, _one(getattr(stats, field), np.int64)) for name, field in _PERF_FIELDS.items()]
+    arrays = [(f"{name}_time_ns", _one(getattr(stats, f"{name}_ns"), np.int64)) for name in _TIMES]
     rate = stats.num_accepted / stats.num_drafted if stats.num_drafted else 0.0
     return [
         *arrays,

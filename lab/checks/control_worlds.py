@@ -35,7 +35,7 @@ from faser_backend.lab.traces import Trace
 from faser_backend.policy.cost_model import DRAFT, TARGET, CallCost, CostModel, Curve, OverheadCost
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge
-from faser_backend.serving.default_costs import ModelSize, default_cost_model
+from faser_backend.serving.profile_store import ModelSize, default_cost_model
 
 NUM_SEEDS, NUM_TRIAL_SEEDS, NUM_WORKERS = 8, 2, 2
 STATIC = ("none", "fixed:1", "fixed:2", "fixed:3", "fixed:4")  # the best one is chosen on the trial seeds

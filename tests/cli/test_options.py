@@ -81,6 +81,7 @@ def test_what_a_command_line_gives_comes_back_from_a_configuration():
     written = config.as_parameters()
     assert written.keys() == {"max_queue_size", "enable_kv_cache_reuse", "batch_scheduler_policy"}
     assert EngineConfig.from_parameters({**given(**written), "gpu_device_ids": "0"}) == config
+    assert EngineConfig.from_options(policy="file:mine.py").policy.startswith("file:/")
 
 
 @pytest.mark.parametrize(

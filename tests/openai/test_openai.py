@@ -367,10 +367,12 @@ def test_tokens_are_those_of_tritons_ports_and_are_counted_as_well(api: Api):
     before = metric(*counted)
     body = json.dumps(asked | {"text_input": "def f(x):", "exclude_input_in_output": True}).encode()
     reply = ask_http(api.served.http_port, "/v2/models/ensemble/generate", body)
-    answer = ask(api, CompletionBody, prompt="def f(x):", **asked)
+    answer = ask(api, CompletionBody, prompt="def f(x):", logprobs=0, **asked)
     assert json.loads(reply.body)["text_output"] == answer.choices[0].text
+    stop = next(token[0] for token in answer.choices[0].logprobs.tokens if token[1:] and token[:6] != "bytes:")
+    ask(api, CompletionBody, prompt="def f(x):", stop=stop, **asked)  # within a token: the server ends it
     time.sleep(1.5)
-    assert metric(*counted) == before + 2
+    assert metric(*counted) == before + 3
 
 
 def test_strangers_and_unknown_models_are_turned_away(api: Api):

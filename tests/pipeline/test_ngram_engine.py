@@ -25,9 +25,8 @@ from faser_backend.profiling import profile as profiling
 from faser_backend.profiling.profile import profile_engine
 from faser_backend.serving import drafting
 from faser_backend.serving.compose import build_engine
-from faser_backend.serving.default_costs import with_ngrams
 from faser_backend.serving.drafting import serving_knowledge
-from faser_backend.serving.profile_store import load_profile
+from faser_backend.serving.profile_store import load_profile, with_ngrams
 from faser_backend.triton.launch import check_engine
 from tests.pipeline.test_engine import random_requests
 from tests.support.brief_profile import BRIEF

@@ -13,7 +13,7 @@ from faser_backend.profiling.cost_fit import (
     fit_overhead,
     non_negative_least_squares,
 )
-from faser_backend.serving.default_costs import ModelSize, default_cost_model
+from faser_backend.serving.profile_store import ModelSize, default_cost_model
 
 NO_OVERHEAD = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0)
 TARGET_SIZE = ModelSize((4, 2), 800_000, 500_000)

@@ -20,7 +20,7 @@ from faser_backend.pipeline.propose import Proposer
 from faser_backend.pipeline.step import StepRunner
 from faser_backend.policy.registry import parse_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
-from faser_backend.serving.default_costs import ModelSize, default_cost_model
+from faser_backend.serving.profile_store import ModelSize, default_cost_model
 from tests.support.fakes import CountingClock, HashRunner
 
 VOCAB, CONTEXT, BLOCK = 24, 96, 4

@@ -47,16 +47,9 @@ def parse(**given):
 
 
 def parse_ids(ids: list[int], **tensors):
-    ids_tensor = np.array([ids], np.int32)
-    lengths = tensors.pop("input_lengths", number(len(ids)))
-    return parse(
-        text_input=None,
-        max_tokens=None,
-        input_ids=ids_tensor,
-        input_lengths=lengths,
-        request_output_len=number(8),
-        **tensors,
-    )
+    given = {"text_input": None, "max_tokens": None, "input_ids": np.array([ids], np.int32)}
+    given |= {"input_lengths": number(len(ids)), "request_output_len": number(8)}
+    return parse(**given | tensors)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +182,12 @@ def test_several_sequences_of_one_prompt_have_seeds_of_their_own():
     assert len({one.request.request_id for one in parsed}) == 3
 
 
-def test_streaming_needs_a_decoupled_model():
+def test_streaming_and_prompts_whose_answers_have_other_tensors_need_a_decoupled_model():
+    batch = {"text_input": text("a", "b").T, "max_tokens": np.array([[3], [9]], np.int32)}
+    for name in ("num_return_sequences", "return_log_probs"):
+        assert len(parse_all(**batch, **{name: np.array([[1], [2]])})) > 1
+        with pytest.raises(RequestError, match=rf"{name} = \[1, 2\]: must be equal for all prompts of a unary request"):
+            parse_all(**batch, **{name: np.array([[1], [2]])}, is_decoupled=False)
     with pytest.raises(RequestError, match="Streaming is only supported if model is deployed using decoupled mode"):
         parse_all(stream=number(True, bool), is_decoupled=False)
 

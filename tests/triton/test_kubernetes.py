@@ -110,7 +110,10 @@ def test_probes_ask_ports_that_exist():
 
 def test_a_pod_has_the_time_that_draining_takes():
     sleep = int(container()["lifecycle"]["preStop"]["exec"]["command"][1])
-    assert deployment()["terminationGracePeriodSeconds"] >= sleep + DRAIN_S + server.DRAIN_S + server.UNLOAD_S
+    needed = max(DRAIN_S, server.DRAIN_S) + server.UNLOAD_CALL_S + server.UNLOAD_S
+    assert deployment()["terminationGracePeriodSeconds"] >= sleep + needed
+    service = yaml.safe_load((FOLDER.parent / "docker" / "compose.yaml").read_text())["services"]["faser"]
+    assert int(service["stop_grace_period"].removesuffix("s")) >= needed
 
 
 def test_a_pod_may_write_where_the_server_must_and_nowhere_else():

@@ -121,13 +121,8 @@ def test_stop_request_ends_a_request_early_and_without_error(server: ServeOption
     stopper.close()
 
 
-ADMINISTRATION = (
-    "get_model_repository_index",
-    "get_system_shared_memory_status",
-    "get_cuda_shared_memory_status",
-    "get_log_settings",
-    "get_trace_settings",
-)
+MEMORY = ("get_system_shared_memory_status", "get_cuda_shared_memory_status")
+ADMINISTRATION = (*MEMORY, "get_model_repository_index", "get_log_settings", "get_trace_settings")
 OPEN = ("is_server_ready", "get_server_metadata", "get_inference_statistics")
 
 

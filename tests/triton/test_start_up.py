@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 
 from faser_backend import manifest as manifest_module
@@ -24,7 +25,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.places import MODEL_REPO
 from faser_backend.serving import runtimes
 from faser_backend.serving.compose import build_engine, warm_up, warm_up_batches
-from faser_backend.serving.loading import CHECKING, PhaseDisplay
+from faser_backend.serving.loading import CHECKING, LOADING_FILE, PhaseDisplay, log, written_phases
 from faser_backend.serving.parameters import START_TIMEOUT_S, ServingOptions
 from faser_backend.triton.engine_host import EngineHost
 from faser_backend.triton.launch import check_engine
@@ -122,7 +123,7 @@ def test_quick_hashes_only_files_whose_time_stamp_changed(engine: Path) -> None:
         verify(is_full=True)
 
 
-def test_the_launcher_prints_each_phase_and_some_of_its_progress() -> None:
+def test_the_launcher_prints_each_phase_and_some_of_its_progress(tmp_path: Path) -> None:
     told: list[str] = []
     steps = [f"{CHECKING}: {done} of 3 GB" for done in range(3)]
     for detail_s, shown in ((60.0, [steps[0], "warming up"]), (0.0, [*steps, "warming up"])):
@@ -131,12 +132,32 @@ def test_the_launcher_prints_each_phase_and_some_of_its_progress() -> None:
             display.begin(step)
         assert told == shown
         told.clear()
+    with written_phases(tmp_path):
+        for _ in range(2):
+            log.info("to nobody, unless the launcher has made the file")
+            (file := tmp_path / LOADING_FILE).touch()
+    assert file.read_text().count("\n") == 1
 
 
-def test_a_text_model_waits_for_an_engine_that_loads_longer_than_its_first_try(monkeypatch, tmp_path) -> None:
+@pytest.fixture
+def model_module(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", MagicMock())
-    from faser_backend.triton import model as model_module
+    from faser_backend.triton import model
 
+    return model
+
+
+def test_answers_that_shared_memory_does_not_hold_are_refused(model_module: Any, monkeypatch) -> None:
+    monkeypatch.setattr(model_module.shutil, "disk_usage", lambda _: MagicMock(free=3 << 20))
+    responder = model_module.TritonResponder(request := MagicMock())
+    with pytest.raises(UnavailableError, match="4 MiB exceed"):
+        responder.send([("logits", np.zeros(4 << 20, np.int8))], is_final=True)
+    responder.send([("logits", np.zeros(3 << 20, np.int8))], is_final=True)
+    assert request.get_response_sender().send.call_count == 1
+
+
+def test_a_text_model_waits_for_an_engine_that_loads_longer(model_module: Any, monkeypatch, tmp_path) -> None:
+    assert model_module.launch_folder({"model_repository": "./ensemble"}) == Path.cwd().parent
     socket, frontend = tmp_path / "socket", MagicMock()
     monkeypatch.setattr(model_module, "socket_id", lambda path: (1,) if path.exists() else ())
 
