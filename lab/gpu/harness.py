@@ -151,7 +151,7 @@ def main() -> None:
     module, _, function = job["run"].partition(":")
     try:
         result = getattr(importlib.import_module(module), function)(context)
-        rows = [row for value in result.values() if isinstance(value, list) for row in value]
+        rows = [row for rows in result.values() if isinstance(rows, list) for row in rows if isinstance(row, dict)]
         wrong = [str(row) for row in rows if not row.get("is_right", True)]
         leave("failed" if wrong else "done", result, "\n".join(wrong))
     except Exception:
