@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from faser_backend.cuda import sampler, transfer
+from faser_backend.cuda import buffers, sampler
 from faser_backend.cuda.sampler import TorchNoise
 from faser_backend.plugins import perturb_logits as noise_kernel
 from faser_backend.plugins import product as product_kernel
@@ -138,7 +138,7 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
         assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch, "empty", Copied)
-        results = transfer.to_host(*tensors)
+        results = buffers.to_host(*tensors)
     assert [result.shape for result in results] == [(3, 2), (4,)]
     assert notes == ["copy", "copy", "record", "wait"], "one wait for all"
 

@@ -8,7 +8,6 @@ import pytest
 
 from faser_backend.cuda.green_contexts import (
     DEFAULT_STREAM_FLAG,
-    NO_FLAGS,
     NON_BLOCKING,
     DriverError,
     GreenSplits,
@@ -214,7 +213,7 @@ def sm_kind(driver: Any) -> Any:
         ("cuInit", lambda driver: (0,)),
         ("cuDeviceGet", lambda driver: (0,)),
         ("cuDeviceGetDevResource", lambda driver: (driver.CUdevice(0), sm_kind(driver))),
-        ("cuDevSmResourceSplitByCount", lambda driver: (16, driver.CUdevResource(), NO_FLAGS, 8)),
+        ("cuDevSmResourceSplitByCount", lambda driver: (16, driver.CUdevResource(), 0, 8)),
         ("cuDevResourceGenerateDesc", lambda driver: ([driver.CUdevResource()] * 2, 2)),
         ("cuGreenCtxCreate", lambda driver: (driver.CUdevResourceDesc(), driver.CUdevice(0), DEFAULT_STREAM_FLAG)),
         ("cuGreenCtxGetDevResource", lambda driver: (driver.CUgreenCtx(), sm_kind(driver))),
