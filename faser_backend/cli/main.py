@@ -124,7 +124,8 @@ for _command in chain.from_iterable(COMMANDS.values()):
 
 def main() -> None:
     """Runs the command line. Prints an error as one line and exits with status 1."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half built is left
+    if sys.argv[1:2] != ["openai"]:  # which raises the signal again when it has ended by it
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: nothing half built is left
     # `faser generate | head` ends quietly; a server outlives its clients.
     if not {"serve", "openai"} & set(sys.argv[1:2]):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
