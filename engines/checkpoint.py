@@ -1,6 +1,7 @@
 """The parts that all layouts of checkpoints share: file names, limits, config fields and the `Checkpoint` interface.
 
-Config fields are checked as they are read. Every error names the file, the field, its value and the limit.
+Config fields are checked as they are read. Every error names the file, the field, its value and the limit. Arrays are
+checked and converted block by block, so that no second copy of one is in memory.
 """
 
 from __future__ import annotations

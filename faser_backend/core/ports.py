@@ -1,4 +1,4 @@
-"""The interfaces through which a step uses a device: model runners, sampler, draft loop, clock, lanes.
+"""The interfaces through which a step uses a device: runners, sampler, draft loop, clock, lanes; times of phases.
 
 `cpu` and `cuda` implement them on hardware, lab/simulation in virtual time. Letters in shapes: B sequences, T rows of
 one call, R rows with logits, V vocabulary, C candidates.

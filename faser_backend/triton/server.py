@@ -1,4 +1,4 @@
-"""Launches Triton Inference Server over a copy of model_repo.
+"""Launches Triton Inference Server over a copy of model_repo, and calls its administration over HTTP.
 
 The server comes from nvidia-pytriton's wheel, or from PATH (NVIDIA's container). The copy in a temporary folder holds
 the chosen parameters and transaction policy, so neither site-packages nor the checkout is written to.
