@@ -22,7 +22,6 @@ from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.pipeline import acceptance, step, trim, verify
 from faser_backend.pipeline.engine import Engine
-from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.rows import DecodeBatch
 from faser_backend.policy.calibration import DrafterChoice
 from faser_backend.policy.registry import parse_policy
@@ -273,15 +272,11 @@ def choosy(*arguments: Any) -> Any:
     return ahead.take(np.flatnonzero(ahead.frontier.drafted[:, :1].ravel() % 2 == 0).tolist())
 
 
-def spread_guesses(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray):
-    """Draws recovered tokens as if the client had drawn from a distribution."""
+def spread(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray):
+    """Draws recovered tokens as if clients and n-grams had drawn from a distribution."""
     found = DRAWN_FROM(frontier, draft_probs, sequences, columns)
-    found[frontier.is_client[sequences]] = 1 / VOCAB
+    found[~frontier.is_main[sequences]] = 1 / VOCAB
     return found
-
-
-def spread_look_ups(self: NgramProposer, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-    return np.full((*drafted.shape, VOCAB), 1 / VOCAB, np.float32)
 
 
 def with_uniforms(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]):
@@ -321,11 +316,7 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
             ("faser_backend.pipeline.draft", "PURPOSE_DRAFT", verify.PURPOSE_RECOVER),
         ],
     ),
-    "guesses taken for drawn": (World(forced(), has_clients=True), [(acceptance, "_drawn_from", spread_guesses)]),
-    "look-ups taken for drawn": (
-        World(forced(), drafter={"has_ngrams": True}),
-        [(NgramProposer, "_one_hot", spread_look_ups)],
-    ),
+    "guesses taken for drawn": (World(forced(), has_clients=True), [(acceptance, "_drawn_from", spread)]),
 }
 
 

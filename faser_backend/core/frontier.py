@@ -32,8 +32,8 @@ class Frontier:
     num_rows: np.ndarray = None  # type: ignore[assignment]  # [B] int64, in [1, num_drafted + 1], the default
     margins: np.ndarray | None = None  # [B, K] float32, the lead over the draft's second choice, in logits
     candidates: np.ndarray | None = None  # [B, K, C] int64, the draft's C best tokens, drafted[b, k] first
-    # [B, K', V] float32, the distributions that tokens were drawn from; rejection sampling only. Columns past K' <= K
-    # belong to clients' chains alone: their tokens have probability 1.
+    # [B, K', V] float32, the distributions that tokens were drawn from; rejection sampling only. Chains of clients and
+    # n-grams, whose tokens have probability 1, need none: K' <= K.
     draft_probs: np.ndarray | None = None
     sources: np.ndarray = None  # type: ignore[assignment]  # [B] int64; default: all MAIN
 

@@ -32,7 +32,7 @@ def accept_matches(frontier: Frontier, sampled: np.ndarray, cu_rows: np.ndarray)
     num_tested = np.minimum(frontier.num_drafted, num_kept)
     num_accepted = _leading(tokens[:, :-1] == frontier.drafted, num_tested)
     num_emitted = np.minimum(num_accepted + 1, num_kept)
-    return _acceptance(tokens, num_accepted, num_emitted)
+    return Acceptance(tokens, num_accepted, num_emitted)
 
 
 def accept_by_rejection(
@@ -44,10 +44,10 @@ def accept_by_rejection(
 ) -> Acceptance:
     """Rejection sampling. target_probs [R, V] and frontier.draft_probs [B, K', V] are processed probabilities.
 
-    Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own; a client's was not drawn, and its
-    distribution puts everything on it. It is tested by row j: accepted iff accept_uniforms[row] * q < p. The token
-    after the accepted ones is drawn with sample_uniforms[row] from the residual max(p - q, 0), or from p as the bonus.
-    Both uniforms are [R] in (0, 1). cu_rows as in accept_matches.
+    Drafted token j + 1 was drawn from draft_probs[b, j] with randomness of its own; one of a client or of n-grams was
+    not drawn, and its distribution puts everything on it. It is tested by row j: accepted iff
+    accept_uniforms[row] * q < p. The token after the accepted ones is drawn with sample_uniforms[row] from the residual
+    max(p - q, 0), or from p as the bonus. Both uniforms are [R] in (0, 1). cu_rows as in accept_matches.
     """
     num_sequences, num_columns = frontier.drafted.shape
     draft_probs = frontier.draft_probs
@@ -70,7 +70,7 @@ def accept_by_rejection(
         weights[rejected], _drawn_from(frontier, draft_probs, drawing[rejected], column[rejected])
     )
     tokens[drawing, column] = np.where(weights.any(axis=1), draw(weights, sample_uniforms[last_rows]), NO_TOKEN)
-    return _acceptance(tokens, num_accepted, num_emitted)
+    return Acceptance(tokens, num_accepted, num_emitted)
 
 
 def draw(weights: np.ndarray, uniforms: np.ndarray) -> np.ndarray:
@@ -98,20 +98,19 @@ def rank_drawn(probs: np.ndarray, tokens: np.ndarray, num_candidates: int) -> Dr
 
 
 def _drafted_probs(frontier: Frontier, draft_probs: np.ndarray) -> np.ndarray:
-    """Returns the probability [B, K] of each draft token under its own distribution; 1 in clients' chains."""
+    """Returns the probability [B, K] of each draft token under its own distribution; 1 where it was not drawn."""
     width = draft_probs.shape[1]
     q = draft_probs[np.arange(len(draft_probs))[:, None], np.arange(width), frontier.drafted[:, :width]]
     padded = np.ones(frontier.drafted.shape, np.float32)
-    is_drawn = ~frontier.is_client
-    padded[is_drawn, :width] = q[is_drawn]
+    padded[frontier.is_main, :width] = q[frontier.is_main]
     return padded
 
 
 def _drawn_from(frontier: Frontier, draft_probs: np.ndarray, sequences: np.ndarray, columns: np.ndarray) -> np.ndarray:
     """Returns the distributions [n, V] of the draft tokens at (sequences [n], columns [n])."""
     distributions = np.zeros((sequences.size, draft_probs.shape[2]), np.float32)
-    is_client = frontier.is_client[sequences]
-    given, drawn = np.flatnonzero(is_client), np.flatnonzero(~is_client)
+    is_drawn = frontier.is_main[sequences]
+    given, drawn = np.flatnonzero(~is_drawn), np.flatnonzero(is_drawn)
     distributions[given, frontier.drafted[sequences[given], columns[given]]] = 1.0
     distributions[drawn] = draft_probs[sequences[drawn], columns[drawn]]
     return distributions
@@ -132,13 +131,5 @@ def _padded_rows(cu_rows: np.ndarray, num_kept: np.ndarray, width: int) -> np.nd
 
 def _leading(passes: np.ndarray, num_tested: np.ndarray) -> np.ndarray:
     """Returns [B]: the length of the leading run of True in passes [B, K], at most num_tested [B]."""
-    columns = np.arange(passes.shape[1] + 1)
-    fails = np.ones((passes.shape[0], passes.shape[1] + 1), np.bool_)
-    np.logical_not(passes, out=fails[:, :-1])
-    fails |= columns >= num_tested[:, None]
-    return fails.argmax(axis=1)
-
-
-def _acceptance(tokens: np.ndarray, num_accepted: np.ndarray, num_emitted: np.ndarray) -> Acceptance:
-    tokens = np.where(np.arange(tokens.shape[1]) < num_emitted[:, None], tokens, 0)
-    return Acceptance(tokens, num_accepted, num_emitted)
+    is_leading = passes & (np.arange(passes.shape[1]) < num_tested[:, None])
+    return np.logical_and.accumulate(is_leading, axis=1).sum(axis=1)

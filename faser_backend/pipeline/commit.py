@@ -64,12 +64,9 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     return finish
 
 
-def final_output(
-    sequence: Sequence, reason: FinishReason, tokens: list[int] | None = None, error: Failure | None = None
-) -> EngineOutput:
-    return EngineOutput(
-        sequence.request.request_id, tokens or [], finish_reason=reason, error=error, stats=sequence.stats
-    )
+def final_output(sequence: Sequence, reason: FinishReason, error: Failure | None = None) -> EngineOutput:
+    """Returns the last output of a request that ends between its tokens."""
+    return EngineOutput(sequence.request.request_id, [], finish_reason=reason, error=error, stats=sequence.stats)
 
 
 def _cut_at_stop(sequence: Sequence, tokens: list[int]) -> FinishReason | None:
@@ -99,40 +96,25 @@ def _ends_with_stop(sequence: Sequence, tokens: list[int], count: int) -> bool:
     return any(tail[-len(stop) :] == list(stop) for stop in stops)
 
 
-def attach(extras: EngineOutput, output: EngineOutput) -> None:
-    """Adds the extras to an output of these tokens, or of the first of them."""
-    num_tokens = len(output.token_ids)
-    output.context_logits, output.context_log_probs = extras.context_logits, extras.context_log_probs
-    if extras.log_probs is not None:
-        output.log_probs = extras.log_probs[:num_tokens]
-    if extras.generation_logits is not None:
-        output.generation_logits = extras.generation_logits[:num_tokens]
-
-
-def extras_of(
-    sequence: Sequence, sampler: Sampler, verification: Verification, acceptance: Acceptance, index: int
-) -> EngineOutput | None:
-    """Collects the logits and log-probabilities of sequence `index` of a batch, before the sequence holds the tokens
-    that it emits. Raises FailedError that names the field."""
-    request = sequence.request
-    if not (request.wants_log_probs or request.wants_generation_logits or sequence.owes_context_logits):
-        return None
-    first, count = int(verification.cu_rows[index]), int(acceptance.num_emitted[index])
-    logits = verification.logits[first : first + count]
-    extras = EngineOutput(request.request_id, [])
+def add_extras(
+    output: EngineOutput, sequence: Sequence, sampler: Sampler, verification: Verification, index: int
+) -> None:
+    """Adds the logits and log-probabilities that sequence `index` of a batch wants to an output of all its tokens,
+    before the sequence holds them. Raises FailedError that names the field."""
+    request, first = sequence.request, int(verification.cu_rows[index])
+    logits = verification.logits[first : first + len(output.token_ids)]
     if request.wants_log_probs:
-        drawn = acceptance.tokens[index, :count].clip(min=0)  # NO_TOKEN fails the request later
+        drawn = np.array(output.token_ids).clip(min=0)  # NO_TOKEN fails the request later
         with np.errstate(invalid="ignore"):
-            extras.log_probs = blaming("return_log_probs", sampler.log_probs, logits, drawn).tolist()
+            output.log_probs = blaming("return_log_probs", sampler.log_probs, logits, drawn).tolist()
     if request.wants_generation_logits:
-        extras.generation_logits = blaming("return_generation_logits", sampler.to_host, logits)
+        output.generation_logits = blaming("return_generation_logits", sampler.to_host, logits)
     if sequence.owes_context_logits and request.wants_context_log_probs:
-        extras.context_log_probs, sequence.context_log_probs = context_log_probs(sequence), None
+        output.context_log_probs, sequence.context_log_probs = context_log_probs(sequence), None
     if sequence.owes_context_logits and request.wants_context_logits:
-        anchor = extras.generation_logits
+        anchor = output.generation_logits
         if anchor is None:
             anchor = blaming("return_context_logits", sampler.to_host, logits[:1])
-        extras.context_logits = context_logits(sequence, anchor.shape[1])
-        extras.context_logits[-1:] = anchor[:1]  # the first anchor is the prompt's last token
+        output.context_logits = context_logits(sequence, anchor.shape[1])
+        output.context_logits[-1:] = anchor[:1]  # the first anchor is the prompt's last token
         sequence.context_logits = None
-    return extras

@@ -1,4 +1,4 @@
-"""Operations on `InFlight`, the chains that a later step verifies: split, join, merge, discard.
+"""Operations on `InFlight`, the chains that a later step verifies: split, join, merge, choose, discard.
 
 Chains of different lengths are padded to the longest. Draft tokens of clients and tokens that grammars force enter
 here. A client's chain enters as soon as its prompt has been read, so the request's first verification tests it in
@@ -78,11 +78,16 @@ def join(first: InFlight, second: InFlight) -> InFlight:
 
 def merge(ready: Frontier, drafted: Frontier) -> Frontier:
     """Merges two frontiers of the same B sequences, at most one of which has a chain for each sequence."""
-    if not ready.num_drafted.any():
-        return drafted
-    size = ready.num_drafted.size
-    rows = np.arange(size)
-    return stack(ready, drafted).take(np.where(ready.num_drafted > 0, rows, size + rows))
+    return choose(ready, drafted, ready.num_drafted > 0)
+
+
+def choose(first: Frontier, second: Frontier, takes_first: np.ndarray) -> Frontier:
+    """Returns for each of B sequences its chain of `first` where takes_first [B], else that of `second`."""
+    if not takes_first.any():
+        return second
+    rows = np.arange(takes_first.size)
+    taken = replace(first, num_drafted=first.num_drafted * takes_first)  # others need no optional arrays
+    return stack(taken, second).take(np.where(takes_first, rows, rows.size + rows))
 
 
 def surviving(ahead: InFlight, sequences: list[Sequence], verified: Frontier, acceptance: Acceptance) -> InFlight:
@@ -116,12 +121,12 @@ def without_bonus(ready: Frontier, plan: StepPlan) -> Frontier:
 
 def stack(first: Frontier, second: Frontier) -> Frontier:
     """Returns the chains of `first`, then those of `second`. Optional arrays that one of them lacks are dropped,
-    unless it is empty; clients' chains need no distributions."""
+    unless it is empty; chains of clients and n-grams need no distributions."""
     both = first, second
     width = max(each.drafted.shape[1] for each in both)
     num_probs = max(0 if each.draft_probs is None else each.draft_probs.shape[1] for each in both)
     counts = first.num_drafted, second.num_drafted
-    drawn = counts[0] * ~first.is_client, counts[1] * ~second.is_client
+    drawn = counts[0] * first.is_main, counts[1] * second.is_main
     return Frontier(
         np.concatenate([_padded(each.drafted, width) for each in both]),
         np.concatenate(counts),

@@ -15,7 +15,7 @@ from faser_backend.core.plan import PrefillChunk
 from faser_backend.core.ports import Partition
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.draft import ModelProposer
-from faser_backend.pipeline.in_flight import stack
+from faser_backend.pipeline.in_flight import choose
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposal
 from faser_backend.pipeline.rows import DecodeBatch
@@ -65,7 +65,7 @@ class JointProposer:
             mine = replace(proposal, num_draft_tokens=np.where(asked, wanted, 0))
             drafted = self.model.propose(partition, batch, mine)
         self._remember(batch, proposal, found, drafted)
-        return _chosen(found, drafted, takes)
+        return choose(found, drafted, takes)
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         self.model.prefill(partition, chunks)  # look-ups read what they miss when they are asked
@@ -118,13 +118,3 @@ class JointProposer:
             num_tested = min(num_accepted + 1, len(matches))
             self.choice.observe(guess.source, is_sampled, guess.margins, num_accepted, num_tested)
         guesses.clear()
-
-
-def _chosen(found: Frontier, drafted: Frontier, takes: np.ndarray) -> Frontier:
-    """Returns for each of B sequences the chain of its look-up where takes [B], else what the draft model made."""
-    if not takes.any():
-        return drafted
-    rows = np.arange(takes.size)
-    kept = np.where(takes, found.num_drafted, 0)
-    taken = replace(found, num_drafted=kept, num_rows=kept + 1)
-    return stack(taken, drafted).take(np.where(takes, rows, takes.size + rows))

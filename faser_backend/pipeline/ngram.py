@@ -2,7 +2,8 @@
 
 The longest n-gram that ends the sequence is looked up at its most recent earlier occurrence, and what followed there is
 proposed again. Tokens that are drafted but not committed count as text. A chain depends on the tokens before it alone,
-so under rejection sampling each token was drawn with probability 1.
+so it has no distributions: rejection sampling would accept each token with the target's probability of it, as
+sample-and-match does.
 """
 
 from __future__ import annotations
@@ -95,17 +96,15 @@ class NgramIndex:
 class NgramProposer:
     """Drafts for sequences from their own tokens (pipeline/propose.py); `draft_len` counts what it has read of one.
 
-    keeps_probs: rejection sampling. It names no candidates, so verification does not stop at exits, and it ignores
-    trim rules: tokens cost next to nothing, and the step leaves out the rows that are not worth theirs.
+    It names no candidates, so verification does not stop at exits, and it ignores trim rules: tokens cost next to
+    nothing, and the step leaves out the rows that are not worth theirs.
     """
 
     main_source = "ngram"
     max_lag = sys.maxsize  # it reads what it has not seen in microseconds
 
-    def __init__(self, times: PhaseTimes, vocab_size: int, *, keeps_probs: bool) -> None:
+    def __init__(self, times: PhaseTimes) -> None:
         self.times = times
-        self._vocab_size = vocab_size
-        self._keeps_probs = keeps_probs
         self._indexes: dict[Sequence, NgramIndex] = {}
 
     def propose(self, partition: Partition, batch: DecodeBatch, proposal: Proposal) -> Frontier:
@@ -138,10 +137,8 @@ class NgramProposer:
         # With every draft token that is accepted one more agrees.
         agree_before = num_agreeing[:, None] + np.arange(drafted.shape[1])  # [B, K]
         margins = _MARGINS[np.minimum(agree_before, _MARGINS.size) - 1]
-        probs = self._one_hot(drafted, num_drafted) if self._keeps_probs else None
         self.times.lap("draft_lookup")
-        sources = np.full(size, NGRAM)
-        return Frontier(drafted, num_drafted, margins=margins, draft_probs=probs, sources=sources)
+        return Frontier(drafted, num_drafted, margins=margins, sources=np.full(size, NGRAM))
 
     def prefill(self, partition: Partition, chunks: list[PrefillChunk]) -> None:
         self.times.start()
@@ -162,10 +159,3 @@ class NgramProposer:
         if len(index) < stop:
             index.extend(sequence.token_ids[len(index) : stop].tolist())
         return index
-
-    def _one_hot(self, drafted: np.ndarray, num_drafted: np.ndarray) -> np.ndarray:
-        """[B, K, V] of drafted [B, K]; zeros past a chain's end."""
-        probs = np.zeros((*drafted.shape, self._vocab_size), np.float32)
-        rows, columns = np.nonzero(np.arange(drafted.shape[1]) < num_drafted[:, None])
-        probs[rows, columns, drafted[rows, columns]] = 1.0
-        return probs

@@ -18,7 +18,7 @@ from faser_backend.core.ports import Clock, ModelRunner, Partition, PhaseTimes, 
 from faser_backend.core.request import NUM_CONTEXT_TOP
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.propose import Proposer
-from faser_backend.pipeline.rows import run_model, token_range_rows
+from faser_backend.pipeline.rows import piece_rows, run_model
 from faser_backend.policy.block_manager import BlockManager
 
 MAX_LOGIT_ROWS = 64  # of a call: 32 MB of logits at 128k tokens, and enough rows that weights are read for many at once
@@ -76,13 +76,11 @@ class Prefiller:
 
     def _rows_of(self, chunks: list[PrefillChunk], ending: set[Sequence]) -> RowBatch:
         """Returns the target's rows of chunks, and behind those of sequences in `ending` their anchors, with logits."""
-        sequences = [chunk.sequence for chunk in chunks]
-        starts = [chunk.start for chunk in chunks]
-        ends = [sequence in ending for sequence in sequences]
-        stops = [chunk.start + chunk.num_tokens + is_end for chunk, is_end in zip(chunks, ends, strict=True)]
-        tables = self._blocks.block_tables[[sequence.slot for sequence in sequences]]
-        rows = token_range_rows(sequences, starts, stops, tables, with_logits=True)
-        rows.adapters = [each.adapter for each in sequences]
+        ends = [sequence in ending for sequence, _, _ in chunks]
+        pieces = [seq.token_ids[a : a + size + end] for (seq, a, size), end in zip(chunks, ends, strict=True)]
+        tables = self._blocks.block_tables[[sequence.slot for sequence, _, _ in chunks]]
+        rows = piece_rows(pieces, [start for _, start, _ in chunks], tables, with_logits=True)
+        rows.adapters = [sequence.adapter for sequence, _, _ in chunks]
         self._times.lap("prefill_rows")
         return replace(rows, logit_rows=rows.logit_rows[ends])
 
@@ -103,7 +101,7 @@ class Prefiller:
         most = MAX_LOGIT_ROWS if target.max_logit_rows is None else min(MAX_LOGIT_ROWS, target.max_logit_rows)
         for start in range(first, first + num_tokens, most):
             stop = min(start + most, first + num_tokens)
-            rows = token_range_rows([sequence], [start], [stop], tables, with_logits=False)
+            rows = piece_rows([sequence.token_ids[start:stop]], [start], tables, with_logits=False)
             rows = replace(rows, logit_rows=np.arange(rows.num_rows), adapters=[sequence.adapter])
             self._times.lap("prefill_rows")
             logits = self._sampler.to_host(run_model(target, rows))

@@ -43,19 +43,9 @@ class DecodeBatch:
         return len(self.sequences)
 
 
-def token_range_rows(
-    sequences: list[Sequence], starts: list[int], stops: list[int], block_tables: np.ndarray, *, with_logits: bool
-) -> RowBatch:
-    """Returns rows for tokens [start, stop) of each sequence; with_logits: of each last row.
-
-    block_tables: [B, max_blocks], one row per sequence of the batch.
-    """
-    pieces = [seq.token_ids[start:stop] for seq, start, stop in zip(sequences, starts, stops, strict=True)]
-    return piece_rows(pieces, starts, block_tables, with_logits=with_logits)
-
-
 def piece_rows(pieces: list[np.ndarray], starts: list[int], block_tables: np.ndarray, *, with_logits: bool) -> RowBatch:
-    """Returns rows for the tokens of each piece, whose first token is at position start."""
+    """Returns rows for the tokens of each of B pieces, whose first token is at position start; with_logits: of each
+    last row. block_tables: [B, max_blocks]."""
     cu_rows = np.array([*accumulate((piece.size for piece in pieces), initial=0)])
     return RowBatch(
         token_ids=pieces[0] if len(pieces) == 1 else np.concatenate(pieces),

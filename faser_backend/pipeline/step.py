@@ -23,7 +23,7 @@ from faser_backend.core.plan import InFlight, StepPlan, StepRecord
 from faser_backend.core.ports import Behind, Clock, Partition, PhaseTimes, Sampler, run_behind
 from faser_backend.core.request import EngineOutput, FinishReason
 from faser_backend.core.sequence import Sequence
-from faser_backend.pipeline.commit import attach, commit_tokens, extras_of, final_output, round_counts
+from faser_backend.pipeline.commit import add_extras, commit_tokens, final_output, round_counts
 from faser_backend.pipeline.in_flight import join, merge, split, surviving, with_client_drafts, without_bonus
 from faser_backend.pipeline.prefill import Prefiller
 from faser_backend.pipeline.propose import Proposal, Proposer
@@ -236,9 +236,10 @@ class StepRunner:
             if self._failure_of(sequence) is not None:
                 continue
             tokens = emitted[index][: num_emitted[index]]
+            output = EngineOutput(sequence.request.request_id, tokens)
             try:
-                extras = extras_of(sequence, self.sampler, verification, acceptance, index)
-                finish = commit_tokens(sequence, tokens, counts[index])
+                add_extras(output, sequence, self.sampler, verification, index)
+                finish = commit_tokens(sequence, tokens, counts[index])  # cuts tokens, those of the output, at a stop
             except Exception as error:
                 sequence.fail("request", error)
                 continue
@@ -247,7 +248,7 @@ class StepRunner:
             stats.last_token_ns = now
             blocks.publish(sequence.slot, sequence.token_ids, sequence.target_len, sequence.draft_len)
             if finish is not None:
-                output = final_output(sequence, finish, tokens)
+                output.finish_reason, output.stats = finish, stats
                 self.release(sequence)
             else:
                 self.sampler.append(sequence.slot, tokens)
@@ -255,11 +256,12 @@ class StepRunner:
                 if self._failure_of(sequence) is not None:
                     continue
                 blocks.truncate(sequence.slot, sequence.num_tokens + num_ahead.get(sequence, 0))
-                output = EngineOutput(sequence.request.request_id, tokens)
                 if sequence.request.wants_stats:  # a copy: the sequence goes on counting
                     output.stats = replace(stats, num_allocated_blocks=blocks.num_blocks_of(sequence.slot))
-            if extras is not None:
-                attach(extras, output)
+            if output.log_probs is not None:
+                del output.log_probs[len(tokens) :]
+            if output.generation_logits is not None:
+                output.generation_logits = output.generation_logits[: len(tokens)]
             outputs.append(output)
         self.times.lap("commit")
         return outputs

@@ -20,7 +20,7 @@ class PrefixMatch(NamedTuple):
     blocks: list[int]
     num_target_tokens: int
     num_draft_tokens: int
-    root: bytes  # begins the digests of the prefix: another one for each adapter
+    digests: list[bytes]  # the root, which differs by adapter, and one of each block
 
 
 class BlockManager:
@@ -59,37 +59,37 @@ class BlockManager:
     def num_blocks_of(self, slot: int) -> int:
         return len(self._blocks[slot])
 
-    def match(self, token_ids: np.ndarray, num_tokens: int, root: bytes = b"") -> PrefixMatch:
-        """Returns the longest published prefix within token_ids[: num_tokens - 1]; the anchor is always run."""
+    def match(self, token_ids: np.ndarray, num_tokens: int, digests: list[bytes] | None = None) -> PrefixMatch:
+        """Returns the longest published prefix within token_ids[: num_tokens - 1]; the anchor is always run.
+
+        digests: the prefix's root, and what earlier matches of these tokens have appended to it.
+        """
         blocks: list[int] = []
-        num_draft_blocks = 0
-        digest = root
-        if self.can_reuse:
-            for index in range((num_tokens - 1) // self.block_size):
-                digest = self._digest(digest, token_ids, index)
-                block = self._published.get(digest)
-                if block is None:
-                    break
-                if self._has_draft[block] and num_draft_blocks == index:
-                    num_draft_blocks += 1
-                blocks.append(block)
+        num_draft_blocks, digests = 0, [b""] if digests is None else digests
+        for index in range((num_tokens - 1) // self.block_size if self.can_reuse else 0):
+            if len(digests) == index + 1:
+                digests.append(self._digest(digests[index], token_ids, index))
+            block = self._published.get(digests[index + 1])
+            if block is None:
+                break
+            if self._has_draft[block] and num_draft_blocks == index:
+                num_draft_blocks += 1
+            blocks.append(block)
         size = self.block_size
-        return PrefixMatch(blocks, len(blocks) * size, num_draft_blocks * size, root)
+        return PrefixMatch(blocks, len(blocks) * size, num_draft_blocks * size, digests[: len(blocks) + 1])
 
     def num_needed_blocks(self, match: PrefixMatch, num_tokens: int) -> int:
         """Returns the blocks that an admission with this match takes out of `num_free_blocks`."""
         num_revived = sum(self._ref_counts[block] == 0 for block in match.blocks)
         return self.num_blocks_for(num_tokens) - len(match.blocks) + num_revived
 
-    def admit(self, slot: int, match: PrefixMatch, token_ids: np.ndarray, num_tokens: int) -> None:
+    def admit(self, slot: int, match: PrefixMatch, num_tokens: int) -> None:
         """Gives an empty slot the matched blocks and new ones up to num_tokens, which must be free."""
         assert not self._blocks[slot], f"slot {slot} still holds blocks"
-        digests = self._digests[slot] = [match.root]
-        for index, block in enumerate(match.blocks):
-            digests.append(self._digest(digests[-1], token_ids, index))
+        for block in match.blocks:
             self._cached.pop(block, None)
             self._ref_counts[block] += 1
-        self._blocks[slot] = list(match.blocks)
+        self._blocks[slot], self._digests[slot] = list(match.blocks), match.digests
         self._num_drafted[slot] = match.num_draft_tokens // self.block_size
         self.block_tables[slot, : len(match.blocks)] = match.blocks
         was_enough = self.grow(slot, num_tokens)

@@ -46,6 +46,7 @@ class Scheduler:
         self._num_read = 0  # prompt tokens of all sequences since the start
         self._due = [0] * self.max_num_seqs  # by slot: see _reading
         self._prefills_draft = False  # as last decided; until then the draft may turn out to rest
+        self._digests: tuple[Sequence | None, list[bytes]] = None, []  # of the first one that waits, for its next try
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -172,12 +173,14 @@ class Scheduler:
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             num_tokens = 0 if sequence.owes_context_logits else sequence.num_tokens  # 0: every position is run
-            match = self.blocks.match(sequence.token_ids, num_tokens, sequence.request.lora_name.encode())
+            if self._digests[0] is not sequence:
+                self._digests = sequence, [sequence.request.lora_name.encode()]
+            match = self.blocks.match(sequence.token_ids, num_tokens, self._digests[1])
             if not self._has_room(sequence, self.blocks.num_needed_blocks(match, sequence.num_tokens)):
                 return
             self.waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            self.blocks.admit(sequence.slot, match, sequence.token_ids, sequence.num_tokens)
+            self.blocks.admit(sequence.slot, match, sequence.num_tokens)
             sequence.target_len, sequence.draft_len = match.num_target_tokens, match.num_draft_tokens
             self._due[sequence.slot] = self._num_read + sequence.num_prefill_tokens
             stats = sequence.stats

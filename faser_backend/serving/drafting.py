@@ -68,7 +68,7 @@ def make_proposer(
 ) -> Proposer:
     """Returns the proposer. block_tables [max_num_seqs, max_blocks], by slot."""
     keeps_probs = config.acceptance == "rejection"
-    look_ups = NgramProposer(times, models.vocab_size, keeps_probs=keeps_probs)
+    look_ups = NgramProposer(times)
     if models.draft is None:
         return look_ups
     proposer = HeadProposer if models.draft.spec.reads_target else ModelProposer

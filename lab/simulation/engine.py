@@ -139,7 +139,7 @@ def build_sim_engine(
         model = SimProposer(sampler, times, block_tables, clock, world.costs)
         if config.draft != "model+ngram":
             return model
-        return JointProposer(model, NgramProposer(times, VOCAB_SIZE, keeps_probs=False), config.max_prefill_tokens)
+        return JointProposer(model, NgramProposer(times), config.max_prefill_tokens)
 
     partitions = _partitions(world, clock, is_drafting=policy.is_drafting)
     limits = Limits(VOCAB_SIZE, world.max_context + 1)

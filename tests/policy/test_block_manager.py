@@ -14,7 +14,7 @@ def manager(num_blocks: int = 12, num_slots: int = 4, max_context: int = 40) -> 
 
 def admit(blocks: BlockManager, slot: int, tokens: np.ndarray) -> int:
     match = blocks.match(tokens, tokens.size)
-    blocks.admit(slot, match, tokens, tokens.size)
+    blocks.admit(slot, match, tokens.size)
     return match.num_target_tokens
 
 
@@ -83,7 +83,7 @@ def test_random_operations_keep_every_block_accounted_for(seed: int):
             has_draft = [drafted.get(block) == content[block] for block in match.blocks]
             assert match.num_draft_tokens == SIZE * [*has_draft, False].index(False)
             if blocks.num_needed_blocks(match, tokens.size) <= blocks.num_free_blocks:
-                blocks.admit(slot, match, tokens, tokens.size)
+                blocks.admit(slot, match, tokens.size)
                 held[slot], draft_lens[slot] = tokens, match.num_draft_tokens
         else:
             tokens = held[slot]

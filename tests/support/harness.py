@@ -93,7 +93,7 @@ def open_fake(
         partitions[SPLIT] = Partition(targets[1], drafts[1] if drafts else None, lanes)
 
     def make_proposer(times: PhaseTimes, block_tables: np.ndarray) -> Proposer:
-        look_ups = NgramProposer(times, vocab_size, keeps_probs=uses_rejection)
+        look_ups = NgramProposer(times)
         if has_ngrams:
             return look_ups
         model = ModelProposer(sampler, times, block_tables, keeps_probs=uses_rejection)
