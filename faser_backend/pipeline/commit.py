@@ -25,15 +25,13 @@ class RoundCounts(NamedTuple):
     num_tested: int  # up to the first rejection
     num_accepted: int
     num_pruned: int  # rows that left at an exit
-    num_run: int  # of the accepted ones, those up to which the draft holds keys and values
     source: int  # who made the chain (core/frontier.py)
 
 
 def round_counts(frontier: Frontier, verification: Verification, acceptance: Acceptance) -> list[RoundCounts]:
     drafted, kept = frontier.num_drafted, verification.num_kept
     tested = np.minimum(acceptance.num_accepted + 1, np.minimum(drafted, kept))
-    run = np.minimum(acceptance.num_accepted, np.maximum(drafted - 1, 0))  # all of a chain but its last
-    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, run, frontier.sources)
+    columns = (drafted, tested, acceptance.num_accepted, frontier.num_rows - kept, frontier.sources)
     return list(map(RoundCounts, *(column.tolist() for column in columns)))
 
 
@@ -52,7 +50,7 @@ def commit_tokens(sequence: Sequence, tokens: list[int], counts: RoundCounts) ->
     sequence.append(tokens)
     sequence.target_len = min(old + counts.num_accepted, sequence.num_tokens - 1)
     if counts.num_drafted and counts.source == MAIN:
-        sequence.draft_len = min(old + counts.num_run, sequence.num_tokens - 1)
+        sequence.draft_len = min(old + min(counts.num_accepted, counts.num_drafted - 1), sequence.num_tokens - 1)
     sequence.client_draft = ()  # it continued the old last token only
     stats = sequence.stats
     stats.num_drafted += counts.num_drafted

@@ -111,13 +111,11 @@ class NgramProposer:
         """Returns chains of full length where an n-gram matches, and empty ones elsewhere."""
         frontier = self.look_up(batch, proposal)
         for row in np.flatnonzero(proposal.num_draft_tokens):
-            sequence = batch.sequences[row]
-            sequence.draft_len = sequence.num_tokens - 1
-            sequence.num_proposals += 1
+            batch.sequences[row].draft_len = batch.sequences[row].num_tokens - 1
         return replace(frontier, sources=None)
 
     def look_up(self, batch: DecodeBatch, proposal: Proposal) -> Frontier:
-        """Proposes beside a draft model: leaves draft_len and num_proposals unchanged."""
+        """Proposes beside a draft model: leaves draft_len unchanged."""
         self.times.start()
         wanted, behind = proposal.num_draft_tokens.tolist(), proposal.behind
         size, width = len(batch), max(wanted)

@@ -53,13 +53,12 @@ class Prefiller:
         """Runs chunks through the target in calls of their own, or returns their rows for the verification's call."""
         if joins_verification(plan, target):
             return self._rows_of(plan.prefills, set(plan.decodes))
-        wanting = [chunk for chunk in plan.prefills if _takes_logits(chunk.sequence, target.vocab_size)]
-        plain = [chunk for chunk in plan.prefills if chunk not in wanting] if wanting else plan.prefills
-        if plain:
+        if plain := [chunk for chunk in plan.prefills if not chunk.sequence.owes_context_logits]:
             run_model(target, self._rows_of(plain, set()))
             self._times.lap("prefill_model")
-        for chunk in wanting:
-            self._read_with_logits(target, chunk)
+        for chunk in plan.prefills:
+            if chunk.sequence.owes_context_logits:
+                self._read_with_logits(target, chunk)
         return None
 
     def finish(self, partition: Partition, plan: StepPlan) -> float:
@@ -95,7 +94,7 @@ class Prefiller:
         return (self._clock.now_ns() - start_ns) / 1e3
 
     def _read_with_logits(self, target: ModelRunner, chunk: PrefillChunk) -> None:
-        """Stores every row's logits, or the requested part of them, in the sequence."""
+        """Stores every row's logits, or the requested part of them, in the sequence. If that fails, so does it."""
         sequence, first, num_tokens = chunk
         tables = self._blocks.block_tables[[sequence.slot]]
         most = MAX_LOGIT_ROWS if target.max_logit_rows is None else min(MAX_LOGIT_ROWS, target.max_logit_rows)
@@ -118,18 +117,6 @@ def context_logits(sequence: Sequence, vocab_size: int) -> np.ndarray:
     if sequence.context_logits is None:
         sequence.context_logits = np.empty((sequence.num_prompt_tokens, vocab_size), np.float32)
     return sequence.context_logits
-
-
-def _takes_logits(sequence: Sequence, vocab_size: int) -> bool:
-    """Returns whether the prompt is read with logits. If their memory cannot be allocated, the sequence fails."""
-    if sequence.owes_context_logits and sequence.failure is None:
-        try:
-            if sequence.request.wants_context_logits:
-                context_logits(sequence, vocab_size)
-            return True
-        except Exception as error:
-            sequence.fail("return_context_logits", error)
-    return False
 
 
 def _keep(sequence: Sequence, start: int, stop: int, logits: np.ndarray) -> None:

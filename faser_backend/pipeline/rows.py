@@ -70,11 +70,9 @@ def verify_rows(batch: DecodeBatch, frontier: Frontier) -> RowBatch:
     chains = np.empty((len(batch), frontier.drafted.shape[1] + 1), np.int64)  # [B, 1 + K]
     chains[:, 0] = [seq.token_ids[seq.num_tokens - 1] for seq in batch.sequences]
     chains[:, 1:] = frontier.drafted
-    num_rows = int(cu_rows[-1])
-    is_uniform = num_rows == chains.size
-    token_ids = chains.reshape(-1) if is_uniform else chains[np.arange(chains.shape[1]) < counts[:, None]]
+    token_ids = chains[np.arange(chains.shape[1]) < counts[:, None]]
     contexts, adapters = batch.num_tokens - 1, [each.adapter for each in batch.sequences]
-    return RowBatch(token_ids, cu_rows, contexts, batch.block_tables, np.arange(num_rows), adapters)
+    return RowBatch(token_ids, cu_rows, contexts, batch.block_tables, np.arange(token_ids.size), adapters)
 
 
 def mixed_rows(rows: RowBatch, prompts: RowBatch) -> RowBatch:

@@ -224,6 +224,24 @@ def test_the_newest_is_preempted_and_returns_first():
     assert new.target_len == 0 and new.stats.num_preemptions == 1
 
 
+def test_a_prefix_is_hashed_once_however_long_its_request_waits(monkeypatch: pytest.MonkeyPatch):
+    hashed, digest = [], BlockManager._digest
+    monkeypatch.setattr(BlockManager, "_digest", lambda *arguments: hashed.append(1) or digest(*arguments))
+    sched = scheduler(policy="none", context=80)
+    first, waits = sequence("first", 40, 20), sequence("waits", 76, 4)
+    waits.token_ids[:40] = first.token_ids[:40]
+    for seq in (first, waits):
+        sched.add(seq)
+    while not first.is_ready:
+        plan = sched.schedule(InFlight.empty())
+        run(plan)
+        sched.blocks.publish(first.slot, first.token_ids, first.target_len, 0)
+    hashed.clear()
+    for _ in range(9):
+        run(sched.schedule(InFlight.empty()))
+    assert list(sched.waiting) == [waits] and len(hashed) <= 10
+
+
 def test_removal_gives_back_everything_at_once():
     sched = scheduler()
     running, waiting = sequence("a", 20), sequence("b", 40)
