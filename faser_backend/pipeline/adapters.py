@@ -44,6 +44,10 @@ class Adapters:
         self._submitting = threading.Lock()  # held while an adapter is read, which takes long
         self._lock = threading.Lock()  # of _sent; the step's thread takes it too
 
+    @property
+    def num_sent_bytes(self) -> int:
+        return sum(each.num_bytes for each in self._sent.values())
+
     def load(self, name: str, matrices: AdapterMatrices) -> None:
         """Makes an adapter known by its name. Raises ConfigError if the runtime takes none."""
         if not isinstance(self._target, AdaptableRunner):
@@ -102,6 +106,6 @@ class Adapters:
             raise RequestError("lora_weights", f"{num_bytes} bytes", limit)
         with self._lock:
             self._sent.pop(task_id, None)
-            while sum(sent.num_bytes for sent in self._sent.values()) + num_bytes > self._max_bytes:
+            while self.num_sent_bytes + num_bytes > self._max_bytes:
                 del self._sent[idle.pop(0)]
             self._sent[task_id] = new
