@@ -7,6 +7,7 @@ neither torch nor a device, so `faser doctor` can print it without a GPU.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,6 +32,8 @@ NODES_PER_FEATURE = 3  # of a layer whose input a draft head reads
 NODES_BESIDE_LAYERS = 24
 GRAPH_NODE_BYTES = 16 << 10  # allowance for CUDA's device memory per node
 FILTER_BYTES = 60  # per row and token while top-k and top-p sort: scores, copies, indices, sums in float64
+SCORE_BYTES = 96  # of a row at an exit: its candidates and their scores
+CHAIN_BYTES = 6 << 10  # of a row of a draft loop's graph: the plan and draws of all steps, see draft_loop
 MAX_SMS = 160  # of a GPU
 MAX_PART_SUMS = 1 << 21  # of a product, see plugins.product
 # Rows of every captured call of a segment, without exit scores.
@@ -89,6 +92,18 @@ def plan_memory(
     vocab = max(spec.vocab_size for spec in specs)
     num_menus = num_partitions * (1 + bool(config.adapters))  # calls with adapters are captured apart
     inputs = sum(_input_bytes(model, size, kv_block_size) for model in models) * num_menus
+    nodes = sum(_graph_nodes(model) for model in models) * num_menus
+    rows = max(MAX_GRAPH_ROWS, config.max_num_seqs)  # with logits; more than a graph's are not in its buffer
+    scores = _score_bytes(rows, vocab)
+    if draft := next((spec for spec in specs[1:] if not spec.block_size), None):
+        counts = ROW_COUNTS[: bisect_left(ROW_COUNTS, config.max_num_seqs) + 1]
+        num_kinds = 2 * (1 + any(segment.has_exit_scores for segment in models[0].segments))  # filters, candidates
+        per_row = _row_bytes(draft, kv_block_size) + num_kinds * CHAIN_BYTES
+        num_nodes = draft.num_layers * NODES_PER_LAYER + 2 * NODES_BESIDE_LAYERS
+        # Each partition has a draft loop.
+        inputs += sum(counts) * per_row * num_partitions
+        nodes += len(counts) * num_kinds * num_nodes * num_partitions
+        scores += _score_bytes(counts[-1], vocab) * num_partitions
     largest = max(MAX_PROMPT_ROWS, config.max_prefill_tokens)
     activations = sum(_temporaries(specs, MAX_PROMPT_ROWS, size)) * num_partitions
     chunks = max(_temporaries(specs, largest, size))
@@ -98,19 +113,17 @@ def plan_memory(
         adapters += 3 * largest * MAX_LORA_RANK * 4  # of q, k and v at once, see plugins.add_adapters
     if compiled_bytes is not None:
         activations, chunks, adapters = compiled_bytes, 0, 0
-    chained = [spec for spec in specs[1:] if not spec.block_size]
-    nodes = sum(_graph_nodes(model) for model in models) + _chain_nodes(chained, config.max_num_seqs)
-    nodes *= num_menus
-    rows = max(MAX_GRAPH_ROWS, config.max_num_seqs)  # with logits; more than a graph's are not in its buffer
-    sampler_bytes = vocab * (2 * rows * 4 + FILTER_ROWS * FILTER_BYTES)  # scores, and sorts of filters
+    rotations = 0 if compiled_bytes is not None else sum(spec.max_context * spec.head_dim * 4 for spec in specs)
+    noise = 4 * (max(1 << 20, 16 * vocab) + vocab)  # at most, see cpu.noise
     lines = {
         "weights": unloaded_bytes,
+        "tables of rotations and noise": rotations + noise,
         "logits": sum((rows + MAX_GRAPH_ROWS * (rows > MAX_GRAPH_ROWS)) * spec.vocab_size * 4 for spec in specs),
         "inputs of captured calls": inputs,
         "temporaries of captured calls": activations,
         "temporaries of calls without graphs": chunks,
         "adapters": adapters,
-        "scores, and top-k and top-p of some rows at once": len(models) * sampler_bytes,
+        "scores, and top-k and top-p of some rows at once": scores,
         "graphs (allowance)": nodes * GRAPH_NODE_BYTES,
     }
     return MemoryPlan(free_bytes, sum(block_bytes(spec, kv_block_size, size) for spec in specs), lines)
@@ -148,27 +161,35 @@ def _temporaries(specs: Sequence[ModelSpec], num_rows: int, size: int) -> list[i
     return found
 
 
+def _score_bytes(num_rows: int, vocab_size: int) -> int:
+    """Returns the bytes that sampling computes in: scores, and sorts of filters."""
+    return vocab_size * (2 * num_rows * 4 + min(num_rows, FILTER_ROWS) * FILTER_BYTES)
+
+
+def _row_bytes(spec: ModelSpec, kv_block_size: int) -> int:
+    """Returns the bytes of a row's inputs, with a block table for the longest context."""
+    return 4 * math.ceil(spec.max_context / kv_block_size) + 64
+
+
 def _input_bytes(model: ModelEngine, size: int, kv_block_size: int) -> int:
-    """Returns the bytes of inputs: block tables for the longest context, and hidden states between segments.
+    """Returns the bytes of captured calls' inputs, of hidden states between segments, and of exits' scores.
 
     A draft's segment that reads features reads no tables. A head's layer and DSpark's block also output hidden states.
     """
-    width = math.ceil(model.spec.max_context / kv_block_size)
-    per_row = 4 * width + 64
-    logit_rows = sum(ROW_COUNTS)
+    per_row, logit_rows = _row_bytes(model.spec, kv_block_size), sum(ROW_COUNTS)
     all_rows = logit_rows + sum(LARGE_COUNTS)
     num_tables, cut_rows = len(model.segments), (len(model.segments) - 1) * all_rows
     if model.spec.reads_target:
         num_tables, cut_rows = 1, {EAGLE3: all_rows + logit_rows, DSPARK: logit_rows}.get(model.spec.family, 0)
-    return num_tables * sum(MENU) * per_row + cut_rows * model.spec.hidden_size * size
+    scored = sum(segment.has_exit_scores for segment in model.segments) * logit_rows * (per_row + SCORE_BYTES)
+    return num_tables * sum(MENU) * per_row + cut_rows * model.spec.hidden_size * size + scored
 
 
 def _graph_nodes(model: ModelEngine) -> int:
     layers = model.spec.num_layers * NODES_PER_LAYER + len(model.spec.feature_layers) * NODES_PER_FEATURE
-    return len(MENU) * (layers + NODES_BESIDE_LAYERS * len(model.segments))
-
-
-def _chain_nodes(drafts: Sequence[ModelSpec], max_num_seqs: int) -> int:
-    """Returns the nodes of the graphs of a draft's steps, with filters and without."""
-    num_shapes = 2 * (1 + sum(count < max_num_seqs for count in ROW_COUNTS))
-    return sum(num_shapes * (spec.num_layers * NODES_PER_LAYER + 2 * NODES_BESIDE_LAYERS) for spec in drafts)
+    scored = sum(
+        (segment.last_layer - segment.first_layer) * NODES_PER_LAYER + NODES_BESIDE_LAYERS
+        for segment in model.segments
+        if segment.has_exit_scores
+    )
+    return len(MENU) * (layers + NODES_BESIDE_LAYERS * len(model.segments)) + len(ROW_COUNTS) * scored
