@@ -23,7 +23,7 @@ class AdaptableRunner(Protocol):
     spec: ModelSpec
 
     def store_adapter(self, matrices: AdapterMatrices) -> Any:
-        """Returns the adapter for RowBatch.adapters, which compares it by identity."""
+        """Returns the adapter for RowBatch.adapters, which compares it by identity; it has `num_bytes`."""
         ...
 
 

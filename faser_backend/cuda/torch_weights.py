@@ -78,6 +78,7 @@ class AdapterTensors:
         for (layer, name), pair in zip(matrices, starts, strict=True):
             table[layer, ADAPTED.index(name)] = self.memory.data_ptr() + pair
         self.table = torch.from_numpy(np.append(parts[0].shape[0], table)).to(device)
+        self.num_bytes = self.memory.nbytes + self.table.nbytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -96,8 +96,7 @@ class Adapters:
             raise RequestError("lora_weights", list(weights.shape), NO_RUNTIME)
         matrices = read_tensors(weights, config, self._target.spec, self._max_rank)
         adapter = self._target.store_adapter(matrices)
-        num_bytes = getattr(adapter, "num_bytes", sum(part.nbytes for pair in matrices.values() for part in pair))
-        new = SentAdapter(name, adapter, num_bytes)
+        num_bytes, new = adapter.num_bytes, SentAdapter(name, adapter, adapter.num_bytes)
         room = self._max_bytes - sum(sent.num_bytes for sent in self._sent.values() if sent.users)
         # After `room`, as uses end meanwhile.
         idle = [each for each, sent in self._sent.items() if not sent.users and each != task_id]

@@ -64,6 +64,7 @@ def logits_of(folder: Path, engine: str, names: list[str], chunk: int, num_threa
     else:
         runner = open_runner(folder / engine, num_threads)
     stored = {name: runner.store_adapter(read_adapter(folder / name, runner.spec, 64)) for name in set(names) - {""}}
+    assert all(100 < adapter.num_bytes < 1 << 20 for adapter in stored.values())
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 40)
     tables = np.random.default_rng(9).permutation(NUM_BLOCKS)[: 10 * len(names)].reshape(len(names), 10)
     parts = []
@@ -181,8 +182,12 @@ def test_a_joined_module_is_its_parts(folder: Path) -> None:
 def test_the_memory_of_sent_adapters_is_bounded_and_what_is_in_use_stays(folder: Path, seed: int) -> None:
     spec, rng = EngineManifest.load(folder / "llvm").target.spec, np.random.default_rng(seed)
     matrices = [read_adapter(folder / name, spec, 64) for name in ADAPTERS]
-    most = max(sum(part.nbytes for pair in each.values() for part in pair) for each in matrices)
-    target: Any = SimpleNamespace(spec=spec, store_adapter=lambda matrices: object())
+
+    def stored(matrices: Any) -> Any:
+        return SimpleNamespace(num_bytes=sum(part.nbytes for pair in matrices.values() for part in pair))
+
+    most = max(stored(each).num_bytes for each in matrices)
+    target: Any = SimpleNamespace(spec=spec, store_adapter=stored)
     adapters, live, seen = Adapters(target, 64, most), {}, set()
     for step in range(200):
         if live and rng.random() < 0.4:
