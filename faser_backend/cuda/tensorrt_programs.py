@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from threading import Lock
@@ -132,7 +133,9 @@ class EngineStore:
             try:
                 partial.write_bytes(memoryview(cache.serialize()))
                 os.replace(partial, path)
-            except OSError as error:  # an engine directory may be read-only
+            except OSError as error:  # an engine directory may be read-only, or its disk full
+                with suppress(OSError):
+                    partial.unlink(missing_ok=True)
                 logger.warning("%s: compiled kernels cannot be stored (%s); each start recompiles them", path, error)
         self._configs.clear()
         self._caches.clear()

@@ -1,6 +1,7 @@
 """Engine files: the configuration of contexts, RTX's cached kernels, and, on a GPU, whole engines."""
 
 import logging
+import resource
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,11 +115,21 @@ def test_kernels_of_another_gpu_are_compiled_again(store: EngineStore, tmp_path:
     assert "made for another GPU, driver or version" in caplog.text
 
 
-def test_a_directory_that_cannot_be_written_is_said(store: EngineStore, tmp_path: Path, caplog) -> None:
-    store.new_context(engine_file(tmp_path / "gone" / "a.engine", RecordingEngine()), is_captured=True)
-    with caplog.at_level(logging.WARNING):
-        store.close()
-    assert "compiled kernels cannot be stored" in caplog.text
+@pytest.mark.parametrize("folder", ["gone", ""])
+def test_a_directory_that_cannot_be_written_is_said(
+    store: EngineStore, tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch, folder: str
+) -> None:
+    """It is missing, or its disk is full."""
+    store.new_context(engine_file(tmp_path / folder / "a.engine", RecordingEngine()), is_captured=True)
+    monkeypatch.setattr(RecordingCache, "serialize", lambda _: bytes(9000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with caplog.at_level(logging.WARNING):
+            store.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "compiled kernels cannot be stored" in caplog.text and not list(tmp_path.iterdir())
 
 
 def test_all_shares_of_a_model_work_in_one_memory(store: EngineStore, tmp_path: Path) -> None:
