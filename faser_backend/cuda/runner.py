@@ -284,9 +284,12 @@ class CudaBlockRunner(CudaRunner):
 
     def __init__(self, model: ModelEngine, programs: Sequence[SegmentProgram], *arguments: Any, **options: Any) -> None:
         super().__init__(model, programs, *arguments, **options)
-        self._program = cast(TorchBlock, programs[LAYER])
         head, self.num_idle = self._program.head, model.spec.num_idle
         self.has_bias, self.token_confidences = head.bias is not None, head.token_confidences
+
+    @property
+    def _program(self) -> TorchBlock:  # not kept: closing the runner frees its weights
+        return cast(TorchBlock, self._programs[LAYER])
 
     @on_share
     def run_block(self, rows: RowBatch) -> tuple[torch.Tensor, np.ndarray | None]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch.nn import functional
@@ -238,22 +239,14 @@ class TorchPrograms:
         self._weights: dict[tuple[FileSpec, ...], ModelTensors | HeadTensors] = {}
 
     @classmethod
-    def of_directory(
-        cls, engine_dir: Path, dtype: str, device: torch.device, target: ModelEngine | None = None
-    ) -> TorchPrograms:
-        """dtype: the manifest's. target: provides the embedding of a draft that has none."""
+    def of_directory(cls, engine_dir: Path, dtype: str, device: torch.device, target: ModelEngine) -> TorchPrograms:
+        """dtype: the manifest's. target: provides the ends of a draft that has none."""
 
         def load(model: ModelEngine) -> ModelTensors | HeadTensors:
             path = engine_dir / model.segments[0].file.name
-            if model.spec.reads_target:
-                return load_head(path, model.spec, dtype, device, target_weights)
-            return load_weights(path, model.spec, dtype, device)
-
-        def target_weights() -> ModelTensors:
-            assert target is not None, "a draft without an embedding has a target"
-            weights = programs.weights(target)
-            assert isinstance(weights, ModelTensors)
-            return weights
+            if not model.spec.reads_target:
+                return load_weights(path, model.spec, dtype, device)
+            return load_head(path, model.spec, dtype, device, lambda: cast(ModelTensors, programs.weights(target)))
 
         programs = cls(load)
         return programs
@@ -262,11 +255,11 @@ class TorchPrograms:
         weights = self.weights(model)
         if isinstance(weights, ModelTensors):
             return [TorchSegment(model.spec, segment, weights, num_sms) for segment in model.segments]
-        first, second = model.segments
-        if model.spec.block_size:
-            context = TorchContext(model.spec, first, weights.decoder, num_sms, weights)
-            return [context, TorchBlock(model.spec, second, weights.decoder, num_sms, weights)]
-        return [TorchJoin(first, weights), TorchHeadLayer(model.spec, second, weights.decoder, num_sms, weights)]
+        kinds = (TorchContext, TorchBlock) if model.spec.block_size else (TorchJoin, TorchHeadLayer)
+        return [
+            kind(model.spec, segment, weights.decoder, num_sms, weights)
+            for kind, segment in zip(kinds, model.segments, strict=True)
+        ]
 
     def weights(self, model: ModelEngine) -> ModelTensors | HeadTensors:
         """Returns the weights of a model; the first call loads them."""
@@ -288,27 +281,22 @@ class TorchPrograms:
 
 
 @dataclass(eq=False)
-class TorchJoin:
-    """Segment 0 of a head, a SegmentProgram: joins each row's hidden states of the target into one."""
-
-    spec: SegmentSpec
-    weights: HeadTensors
-    packs_tables = False  # it reads no block tables
-
-    def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
-        product = MatrixProduct(self.weights.join.device)
-
-        def launch() -> None:
-            product(read_features(tensors), self.weights.join, out=tensors["hidden_out"])
-
-        return launch
-
-
-@dataclass(eq=False)
 class _DraftSegment(TorchSegment):
     """A segment of a draft that reads its target."""
 
     head: HeadTensors
+
+
+class TorchJoin(_DraftSegment):
+    """Segment 0 of a head: joins each row's hidden states of the target into one."""
+
+    packs_tables = False  # it reads no block tables
+
+    def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
+        def launch() -> None:
+            self.product(read_features(tensors), self.head.join, out=tensors["hidden_out"])
+
+        return launch
 
 
 class TorchContext(_DraftSegment):
@@ -345,31 +333,26 @@ class TorchHeadLayer(_DraftSegment):
 
     def prepare(self, tensors: Tensors, bounds: CallBounds, *, is_kept: bool = True) -> Launch:
         """See SegmentProgram. hidden_out [R, d] may be hidden [T, d] itself if all rows have logits."""
-        return _HeadCall(self, tensors, bounds).launch
+        call, weights = SegmentCall(self, tensors, bounds), self.weights
 
+        def launch() -> None:
+            """Runs the layer, with logits and hidden states of the wanted rows; without any, only keys and values."""
+            embedded = functional.embedding(tensors["token_ids"], weights.embedding)
+            _, of_tokens = call.norm(embedded, None, weights.layers[0].input_norm)
+            _, of_hidden = call.norm(tensors["hidden"], None, self.head.hidden_norm)
+            qkv = call.rotated(0, torch.cat((of_tokens, of_hidden), dim=1))
+            if bounds.num_logit_rows == 0:
+                call.write_kv(0, *qkv)
+                return
+            hidden, found = call.attend(0, tensors["hidden"], qkv, tensors["logit_rows"])  # [R, d]
+            normed = torch.empty_like(hidden)
+            add_rms_norm(hidden, found, weights.norm, self.model.rms_eps, tensors["hidden_out"], normed)
+            # Samplers use the target's ids; ids without logits get -inf.
+            logits, token_ids = tensors["logits"], self.head.token_ids
+            known = logits if token_ids is None else logits.new_empty(normed.shape[0], token_ids.shape[0])
+            self.product(normed, weights.head, out=known)
+            if token_ids is not None:
+                logits.fill_(float("-inf"))
+                logits.index_copy_(1, token_ids, known)
 
-class _HeadCall(SegmentCall):
-    def __init__(self, program: TorchHeadLayer, tensors: Tensors, bounds: CallBounds) -> None:
-        super().__init__(program, tensors, bounds)
-        self._head = program.head
-
-    def launch(self) -> None:
-        """Runs the layer, with logits and hidden states of the wanted rows; without any, only keys and values."""
-        tensors, weights, eps = self.tensors, self.weights, self.model.rms_eps
-        embedded = functional.embedding(tensors["token_ids"], weights.embedding)
-        _, of_tokens = self.norm(embedded, None, weights.layers[0].input_norm)
-        _, of_hidden = self.norm(tensors["hidden"], None, self._head.hidden_norm)
-        qkv = self.rotated(0, torch.cat((of_tokens, of_hidden), dim=1))
-        if self.bounds.num_logit_rows == 0:
-            self.write_kv(0, *qkv)
-            return
-        hidden, found = self.attend(0, tensors["hidden"], qkv, tensors["logit_rows"])  # [R, d]
-        normed = torch.empty_like(hidden)
-        add_rms_norm(hidden, found, weights.norm, eps, tensors["hidden_out"], normed)
-        # Samplers use the target's ids; ids without logits get -inf.
-        logits, token_ids = tensors["logits"], self._head.token_ids
-        known = logits if token_ids is None else logits.new_empty(normed.shape[0], token_ids.shape[0])
-        self.product(normed, weights.head, out=known)
-        if token_ids is not None:
-            logits.fill_(float("-inf"))
-            logits.index_copy_(1, token_ids, known)
+        return launch

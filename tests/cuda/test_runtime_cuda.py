@@ -140,7 +140,7 @@ class TestOnSharesOfAFakedGpu:
     def opened(self, torch_engine: Path) -> tuple[CudaRuntime, FakeCuda, FakeDriver, ModelPair]:
         _, models = pair_of(torch_engine)
         cuda, driver = FakeCuda(), FakeDriver()
-        programs = TorchPrograms.of_directory(torch_engine, "fp32", CPU)
+        programs = TorchPrograms.of_directory(torch_engine, "fp32", CPU, models.target)
         shares = open_menu(cuda, 0, lambda: driver)
         return CudaRuntime(CPU, programs, models, BLOCK_SIZE, dtype="fp32", shares=shares), cuda, driver, models
 

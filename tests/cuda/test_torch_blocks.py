@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,10 @@ def test_the_runtime_knows_block_drafters(either: BuiltBlocks) -> None:
     plan = planned(models, dtype="fp32", kv_block_size=4, num_partitions=1)
     inputs = plan.lines["inputs of captured calls"]
     assert 0.8 * inputs < captured <= 1.1 * inputs
+    matrix = weakref.ref(drafter._program.weights.layers[0].qkv)
+    drafter.close()
+    runtime.close()
+    assert matrix() is None, "nothing is held once the runtime is closed"
 
 
 def test_a_mask_without_a_row_is_refused(untied: BuiltBlocks, monkeypatch: pytest.MonkeyPatch) -> None:
