@@ -158,17 +158,6 @@ class TensorStore:
         return self._tensors[key]
 
 
-def filled_inputs(segment: SegmentSpec, *, packs_tables: bool) -> list[TensorSpec]:
-    """Returns the integer inputs that a batch is written into, always with slot_mapping.
-
-    packs_tables: see SegmentProgram.
-    """
-    filled = [tensor for tensor in segment.inputs if tensor.dtype.startswith("int") and tensor.name != COLUMNS]
-    if SLOT_MAPPING.name not in {tensor.name for tensor in filled}:
-        filled.append(SLOT_MAPPING)
-    return [*filled, TABLE_WIDTH] if packs_tables else filled
-
-
 def call_tensors(
     segment: SegmentSpec, bounds: CallBounds, *, inputs: InputBlock, store: TensorStore, pool: CudaKvPool
 ) -> dict[str, torch.Tensor]:

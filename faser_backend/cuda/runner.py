@@ -19,15 +19,17 @@ from faser_backend.core.adapter import AdapterMatrices
 from faser_backend.core.batch import RowBatch
 from faser_backend.cuda.buffers import (
     ADAPTERS,
+    COLUMNS,
     NO_SLOT,
     PADDED,
+    SLOT_MAPPING,
     TABLE,
+    TABLE_WIDTH,
     WIDTH,
     InputBlock,
     TensorStore,
     call_tensors,
     fill_inputs,
-    filled_inputs,
     num_columns,
     put_tables,
     to_device,
@@ -187,7 +189,7 @@ class CudaRunner:
         launches: list[Launch] = []
         tensors: dict[str, torch.Tensor] = {}
         for index in segments:
-            tensors = self._tensors(index, bounds, inputs, self._store)
+            tensors = call_tensors(self._segments[index], bounds, inputs=inputs, store=self._store, pool=self.pool)
             if is_head:
                 tensors["hidden_out"] = tensors["hidden"]
             launches.append(self._programs[index].prepare(tensors, bounds))
@@ -240,15 +242,19 @@ class CudaRunner:
         """is_kept: otherwise its tensors are temporary: the allocator takes them back."""
         store = self._store if is_kept else TensorStore(self._device)
         inputs = InputBlock(self._filled_inputs(index, bounds), bounds, self._device)
-        tensors = self._tensors(index, bounds, inputs, store)
+        tensors = call_tensors(self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
         launch = self._programs[index].prepare(tensors, bounds, is_kept=is_kept)
         if is_kept:
             launch = RepeatedLaunch(launch, self.capturer, f"segment {index} with {bounds}")
         return _Call(inputs, tensors, launch)
 
     def _filled_inputs(self, index: int, bounds: CallBounds) -> list[TensorSpec]:
-        filled = filled_inputs(self._segments[index], packs_tables=self._programs[index].packs_tables)
-        return [*filled, ADAPTERS] if bounds.has_adapters else filled
+        """Returns the integer inputs that a batch is written into, always with slot_mapping."""
+        integers = (tensor for tensor in self._segments[index].inputs if tensor.dtype.startswith("int"))
+        filled = {tensor.name: tensor for tensor in integers if tensor.name != COLUMNS}
+        filled.setdefault(SLOT_MAPPING.name, SLOT_MAPPING)
+        more = [TABLE_WIDTH] * self._programs[index].packs_tables + [ADAPTERS] * bounds.has_adapters
+        return [*filled.values(), *more]
 
     def bounds_of(self, segment: int, bounds: CallBounds) -> CallBounds:
         """Returns the bounds that distinguish one segment's calls: only the last of a compiled model has logits.
@@ -259,11 +265,6 @@ class CudaRunner:
             return CallBounds(bounds.num_rows, 0, 0, 0, 0, 0)
         is_last = self.limits is None or segment == self.num_segments - 1
         return bounds if is_last else bounds._replace(num_logit_rows=0)
-
-    def _tensors(
-        self, index: int, bounds: CallBounds, inputs: InputBlock, store: TensorStore
-    ) -> dict[str, torch.Tensor]:
-        return call_tensors(self._segments[index], bounds, inputs=inputs, store=store, pool=self.pool)
 
 
 class CudaAdaptableRunner(CudaRunner):

@@ -179,12 +179,12 @@ def unpacked_draws(packed: np.ndarray) -> HostDraws:
 
 
 def _largest(scores: torch.Tensor, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Returns the `count` largest scores of each row of [R, V], descending: lists of values and ids, [R, 1] each.
+    """Returns the `count` >= 2 largest scores of each row of [R, V], descending: lists of values and ids, [R, 1] each.
 
     After the first value, -inf counts as the lowest number. Repeated argmax defines where ties go; a sort does not.
     """
     value, token = scores.max(dim=1, keepdim=True)
-    values, ids, rest = [value], [token], scores.clamp(min=_LOWEST) if count > 1 else scores
+    values, ids, rest = [value], [token], scores.clamp(min=_LOWEST)
     while len(ids) < count:
         rest.scatter_(1, ids[-1], -torch.inf)
         value, token = rest.max(dim=1, keepdim=True)
