@@ -104,11 +104,9 @@ def import_tensorrt(flavour: Flavour | None) -> TensorRt:
             return TensorRt(importlib.import_module(name), flavour)
         except (ImportError, OSError, RuntimeError, AttributeError) as error:  # bindings without their libraries
             reasons.append(f"{name}: {error}")
-    wanted, extra = (
-        "TensorRT-RTX" if flavour == "rtx" else "TensorRT",
-        f"pip install 'faser-backend[{EXTRAS[flavour]}]'",
-    )
-    raise TensorRtError(f"{wanted} cannot be imported; install it with {extra} ({'; '.join(reasons)})")
+    wanted = "TensorRT-RTX" if flavour == "rtx" else "TensorRT"
+    install = f"install it with pip install 'faser-backend[{EXTRAS[flavour]}]'"
+    raise TensorRtError(f"{wanted} cannot be imported; {install} ({'; '.join(reasons)})")
 
 
 def _make_logger(module: Any, log: ErrorLog) -> Any:

@@ -89,7 +89,7 @@ class CudaRuntime:
         unloaded = self.programs.num_unloaded_bytes(self.models.present)
         if self.shares is None:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - unloaded
-        cuda = self.shares.cuda
+        cuda = self.menu.whole.cuda
         cuda.empty_cache()  # destroyed graphs' memory, which is kept for graphs
         cached = cuda.memory_reserved(self.device) - cuda.memory_allocated(self.device)
         return cuda.mem_get_info(self.device)[0] + cached - unloaded
@@ -148,12 +148,12 @@ class CudaRuntime:
 
     def synchronize(self) -> None:
         if self.shares is not None:
-            self.shares.cuda.current_stream().synchronize()
+            self.menu.whole.cuda.current_stream().synchronize()
 
     def close(self) -> None:
         """Waits for the device. May be called again."""
         if self.shares is not None:
-            self.shares.cuda.synchronize(self.device)
+            self.menu.whole.cuda.synchronize(self.device)
         self.programs.close()
         if self.shares is not None:
             self.shares.close()

@@ -75,11 +75,6 @@ class SmMenu:
     menu: PartitionMenu[SmPartition]
     close: Callable[[], None] = lambda: None
 
-    @property
-    def cuda(self) -> Any:
-        """torch.cuda."""
-        return self.menu.whole.cuda
-
 
 def open_menu(cuda: Any, device_index: int, load_driver: Callable[[], Any]) -> SmMenu:
     """Opens the shares of a GPU: none but the whole where it has no green contexts. The menu's note is logged.

@@ -1,7 +1,7 @@
 """Engine files: the configuration of contexts, RTX's cached kernels, and, on a GPU, whole engines."""
 
 import logging
-import resource
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,14 +121,9 @@ def test_a_directory_that_cannot_be_written_is_said(
 ) -> None:
     """It is missing, or its disk is full."""
     store.new_context(engine_file(tmp_path / folder / "a.engine", RecordingEngine()), is_captured=True)
-    monkeypatch.setattr(RecordingCache, "serialize", lambda _: bytes(9000))
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with caplog.at_level(logging.WARNING):
-            store.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.setattr("os.replace", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"0"))
+    with caplog.at_level(logging.WARNING):
+        store.close()
     assert "compiled kernels cannot be stored" in caplog.text and not list(tmp_path.iterdir())
 
 
