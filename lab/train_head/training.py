@@ -19,13 +19,14 @@ from faser_backend.lab.train_head.blocks import BlockDraft
 from faser_backend.lab.train_head.chains import ChainDraft
 from faser_backend.lab.train_head.data import HELD_OUT_SHARDS, Batch, Corpus
 from faser_backend.lab.train_head.draft import Learned
-from faser_backend.lab.train_head.options import HeadOptions
+from faser_backend.lab.train_head.options import TRAINING, HeadOptions
 from faser_backend.lab.train_head.target import Target
 
 STATE_FILE = "training.pt"
 WEIGHT_DECAY, MAX_GRADIENT = 0.01, 1.0
 NUM_CHECKED = 32  # held-out dialogues of a check; the last check takes all
 KINDS = {"eagle3": ChainDraft, "block": BlockDraft}
+PLANNED = f"{TRAINING} precision seed".split()
 
 
 @dataclass(slots=True)
@@ -34,8 +35,8 @@ class Progress:
 
     first_shard: int
     num_shards: int
-    passes: int
     seed: int
+    options: dict[str, Any]  # PLANNED ones: an interrupted run goes on with the same
     step: int = 0
     num_rows: int = 0  # learned from, in all runs
     losses: list[tuple[int, float]] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Trainer:
         else:
             self._token_ids = state["token_ids"].cpu().numpy()
         self.draft = KINDS[options.kind](target, options, self._shape, self._token_ids)
-        self.progress = Progress(0, num_shards, options.passes, options.seed)
+        self.progress = Progress(0, num_shards, options.seed, self._planned())
         parameters = dict(self.draft.model.named_parameters())
         matrices = [p for name, p in parameters.items() if p.ndim == 2 and name != "lm_head.weight"]
         others = [p for name, p in parameters.items() if p.ndim == 1 or name == "lm_head.weight"]
@@ -77,6 +78,15 @@ class Trainer:
             for optimizer, saved in zip(self._optimizers, state["optimizers"], strict=True):
                 optimizer.load_state_dict(saved)
             self.progress = Progress(**state["progress"])
+        for name, asked in self._planned().items():
+            if not self.is_done and (begun := self.progress.options[name]) != asked:
+                raise ConfigError(
+                    f"{name} = {asked}: the interrupted run in {options.folder} has {begun}; "
+                    f"finish it with that, or remove {STATE_FILE} there to start over"
+                )
+
+    def _planned(self) -> dict[str, Any]:
+        return {name: getattr(self._options, name) for name in PLANNED}
 
     @property
     def num_steps(self) -> int:
@@ -96,7 +106,7 @@ class Trainer:
         if self._options.new_data and num_shards <= old.num_shards:
             raise ConfigError(f"no new data after shard {old.num_shards}; run the stage write first")
         old.first_shard = old.num_shards if self._options.new_data else 0
-        old.num_shards, old.passes, old.seed, old.step = num_shards, self._options.passes, old.seed + 1, 0
+        old.num_shards, old.options, old.seed, old.step = num_shards, self._planned(), old.seed + 1, 0
 
     def run(
         self, on_step: Callable[[int], object] = lambda done: None, on_check: Callable[[], object] = lambda: None
@@ -113,7 +123,9 @@ class Trainer:
             learned = self._learn(Batch.of(found, self._target, learned=self.draft.LEARNED), len(batches))
             recent.append(learned.first)
             if not np.isfinite(learned.first):
-                raise ConfigError(f"step {progress.step + 1}: loss = {learned.first}; lower the rates, start again")
+                raise ConfigError(
+                    f"step {progress.step + 1}: loss = {learned.first}; remove {self._path}, start again at lower rates"
+                )
             progress.step += 1
             progress.num_rows += learned.num_rows
             is_last = progress.step == len(batches)
@@ -142,10 +154,9 @@ class Trainer:
         partial.replace(self._path)
 
     def _batches(self) -> list[list[tuple[int, int]]]:
-        run, size = self.progress, self._options.tokens_per_step
-        plans = (
-            self._corpus.plan(run.first_shard, run.num_shards, size, run.seed * 1000 + i) for i in range(run.passes)
-        )
+        run = self.progress
+        size, passes = run.options["tokens_per_step"], run.options["passes"]
+        plans = (self._corpus.plan(run.first_shard, run.num_shards, size, run.seed * 1000 + i) for i in range(passes))
         return [batch for plan in plans for batch in plan]
 
     def _learn(self, batch: Batch, num_steps: int) -> Learned:
@@ -183,8 +194,13 @@ def load_state(options: HeadOptions) -> dict[str, Any]:
     path = options.folder / STATE_FILE
     if not path.exists():
         raise ConfigError(f"{path}: missing; run the stage train first")
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    if "shape" not in state:
+    try:
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+        is_known = "shape" in state and "options" in state["progress"]
+    except Exception as error:  # the library raises another class for each cause
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path}: damaged ({reason}); remove it to start over") from None
+    if not is_known:
         raise ConfigError(f"{path}: written by another version; remove it to start over")
     for name, begun in {"kind": state.get("kind", "eagle3"), **state["shape"]}.items():
         if (asked := getattr(options, name)) not in (None, begun):

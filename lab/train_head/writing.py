@@ -41,8 +41,10 @@ class ChatFrame:
     """The token ids that a chat template puts around questions and answers, and the openings of questions."""
 
     def __init__(self, target: Path) -> None:
-        """Raises RequestError if there is no chat template, ConfigError if it hides the question."""
+        """Raises ConfigError if there is no chat template, or it hides the question."""
         pair = open_pair(target, None, None, lambda name: None)
+        if pair.prompts.chat_template is None:
+            raise ConfigError(f"target = {target}: has no chat template (chat_template.jinja) to ask questions with")
         self.end_ids = list(pair.end_ids)
         with TemporaryDirectory(prefix="faser-tokenizer-") as folder:
             file, *_ = write_tokenizer(pair.tokenizer, pair.prompts, pair.end_ids, 1, Path(folder))

@@ -182,6 +182,9 @@ def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(
 
     with pytest.raises(KeyboardInterrupt):
         Trainer(open_target(trained), options).run(on_check=stop)
+    for name in ("passes", "tokens_per_step", "seed"):
+        with pytest.raises(ConfigError, match=rf"{name} = 77: the interrupted run in .* has {getattr(options, name)};"):
+            Trainer(open_target(trained), options.model_copy(update={name: 77}))
     resumed = Trainer(open_target(trained), options)
     assert resumed.progress.step == trained.check_every and not resumed.is_done
     resumed.run()
@@ -195,7 +198,7 @@ def test_loss_falls_and_a_run_that_was_cut_off_ends_the_same(
 
 
 def test_more_data_are_learned_from_in_another_run(trained: HeadOptions, tmp_path: Path) -> None:
-    options = copied(trained, tmp_path, "dialogues", STATE_FILE, passes=1)
+    options = copied(trained, tmp_path, "dialogues", STATE_FILE, passes=1, tokens_per_step=250)  # of the next run
     with pytest.raises(ConfigError, match="no new data after shard"):
         train(options.model_copy(update={"new_data": True}))
     before = Trainer(open_target(trained), options).progress
@@ -227,6 +230,20 @@ def test_another_shape_than_training_began_with_is_refused(trained: HeadOptions,
     for stage in (train, save_trained):
         with pytest.raises(ConfigError, match=r"block_size = 7: training in .* began with 5"):
             stage(blocks.model_copy(update={"block_size": 7}))
+
+
+def test_a_work_folder_goes_on_with_its_own_target_and_whole_checkpoints(trained: HeadOptions, tmp_path: Path) -> None:
+    target = shutil.copytree(trained.target, tmp_path / "other")
+    (target / "chat_template.jinja").unlink()
+    other = copied(trained, tmp_path, "dialogues", "target.json", STATE_FILE, target=target)
+    for stage in (write, train, save_trained):
+        with pytest.raises(ConfigError, match=r"target = .*other \(\w{8}\): .* is that of target \(\w{8}\)"):
+            stage(other)
+    with pytest.raises(ConfigError, match="other: has no chat template"):
+        write(other.model_copy(update={"work": tmp_path / "new"}))
+    (tmp_path / STATE_FILE).write_bytes((tmp_path / STATE_FILE).read_bytes()[:1000])
+    with pytest.raises(ConfigError, match=rf"{STATE_FILE}: damaged \(.+\); remove it to start over"):
+        save_trained(other.model_copy(update={"target": trained.target}))
 
 
 def test_options_of_the_other_kind_or_stage_are_refused_before_anything_is_written(run, tmp_path: Path) -> None:
