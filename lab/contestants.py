@@ -74,7 +74,6 @@ class Sizing:
     loop_s: float  # duration of one closed loop at the reference's speed
     min_waves: int  # minimum of a closed loop; a wave is as many requests as are in flight
     bursty_s: float
-    bursty_repeats: int
     max_tokens: int
     temperatures: tuple[float, ...]
     bursty_ablations: bool
@@ -84,16 +83,13 @@ class Sizing:
         """Returns the least number of waves of a closed loop."""
         return max(self.min_waves, -(-self.num_categories // load.num_clients))
 
-    def repeats_of(self, load: Load) -> int:
-        return self.bursty_repeats if load.is_open else self.repeats
-
     @classmethod
     def quick(cls) -> Sizing:
-        return cls(3, 1.5, 1, 3.0, 3, 40, (0.8,), bursty_ablations=False)
+        return cls(3, 1.5, 1, 3.0, 40, (0.8,), bursty_ablations=False)
 
     @classmethod
     def full(cls) -> Sizing:
-        return cls(3, 2.0, 2, 12.0, 3, 100, (0.0, 0.8), bursty_ablations=True)
+        return cls(3, 2.0, 2, 12.0, 100, (0.0, 0.8), bursty_ablations=True)
 
 
 def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> list[Contestant]:

@@ -145,21 +145,15 @@ def turn_orders(names: Sequence[str], repeats: int) -> Iterator[list[str]]:
 class InProcess:
     """Several loaded engines, by name, which run alternately."""
 
-    def __init__(self, engine_dir: Path, configs: Mapping[str, EngineConfig]) -> None:
+    def __init__(self, engine_dir: Path) -> None:
         self._tokenizer = load_tokenizer(engine_dir / "tokenizer.json")
         self._end_ids = EngineManifest.load(engine_dir).end_ids
         self._engine_dir = engine_dir
         self._engines: dict[str, Engine] = {}
         self._clocks: dict[str, OwnClock] = {}
-        try:
-            for name, config in configs.items():
-                self.open(name, config)
-        except BaseException:
-            self.close()
-            raise
 
     def open(self, name: str, config: EngineConfig, engine_dir: Path | None = None) -> None:
-        """Opens one more engine, optionally of another directory of the same model. Raises ConfigError."""
+        """Opens an engine, optionally of another directory of the same model. Raises ConfigError."""
         self._clocks[name] = OwnClock()
         self._engines[name] = build_engine(engine_dir or self._engine_dir, config, self._clocks[name])
 
@@ -170,18 +164,17 @@ class InProcess:
     def engine(self, name: str) -> Engine:
         return self._engines[name]
 
-    def run(self, policy: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
+    def run(self, name: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
         """Keeps num_clients requests in flight until all jobs are answered. Returns answers and seconds."""
-        return self.serve(policy, jobs, ClosedLoop(num_clients))
-
-    def serve(self, name: str, jobs: list[Job], feed: Feed) -> tuple[list[Answer], float]:
-        """Submits jobs in order on the schedule `feed`. Returns an answer per job, and seconds. Raises FaserError."""
-        return self.serve_in_turns([name], jobs, feed)[name]
+        return self.serve_in_turns([name], jobs, ClosedLoop(num_clients))[name]
 
     def serve_in_turns(
         self, names: Sequence[str], jobs: list[Job], feed: Feed, on_turn: Callable[[float], None] = lambda share: None
     ) -> dict[str, tuple[list[Answer], float]]:
-        """Runs `serve` alternately for several engines with the same jobs. on_turn: called with the share done."""
+        """Submits the same jobs, in order on the schedule `feed`, to engines that take turns. Raises FaserError.
+
+        Returns an answer per job, and seconds, by engine. on_turn: called with the share done.
+        """
         runs = {
             name: serve_requests(
                 self._engines[name], self._clocks[name], [self.request(i, job) for i, job in enumerate(jobs)], feed

@@ -39,7 +39,7 @@ from faser_backend.lab.contestants import (
     choose_contestants,
     split_names,
 )
-from faser_backend.lab.drive import ClosedLoop, InProcess
+from faser_backend.lab.drive import InProcess
 from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.prompts import PromptLimits, PromptMaker, PromptSet, load_prompt_set
 from faser_backend.lab.steps import StepLog
@@ -99,7 +99,7 @@ class BenchRun:
         if self._memory.words:
             print(f"{len(self._contestants)} engines; {self._memory.words}", file=sys.stderr)
         failure, events, timelines = None, [], []
-        with closing(InProcess(self._engine_dir, {})) as place, progress_bar() as bar:
+        with closing(InProcess(self._engine_dir)) as place, progress_bar() as bar:
             present = self._open(place, bar)
             speeds = reference_speeds(place, self._workload)
             sizing = self._fit(present, speeds, self._end_s - time.monotonic())
@@ -124,7 +124,6 @@ class BenchRun:
         meta = self._meta | {
             "command": command,
             "repeats": sizing.repeats,
-            "bursty_repeats": sizing.bursty_repeats,
             "max_tokens": sizing.max_tokens,
             "budget_s": options.budget_s,
             "is_whole": failure is None,
@@ -217,7 +216,7 @@ class BenchRun:
         print(f"time: about {in_minutes(seconds)}, answers of {chosen.max_tokens} tokens", file=sys.stderr)
         reduced = [
             f"{name.replace('_', ' ')} {now:g} instead of {before:g}"
-            for name in ("repeats", "bursty_repeats", "max_tokens", "loop_s", "bursty_s", "min_waves")
+            for name in ("repeats", "max_tokens", "loop_s", "bursty_s", "min_waves")
             if (now := getattr(chosen, name)) != (before := getattr(self._sizing, name))
         ]
         if reduced:
@@ -247,7 +246,7 @@ class BenchRun:
                 self.missing.append(f"{name}: {error}")
                 continue
             log = StepLog(place.engine(name))
-            place.serve(name, jobs, ClosedLoop(TIMELINE_CLIENTS))
+            place.run(name, jobs, TIMELINE_CLIENTS)
             if mode == "auto" or any(record.plan.decision.mode.value == mode for record in log.records):
                 shown.append(f"{policy}, {mode.replace('_', '-')}")
                 events += trace_events(shown[-1], len(shown), log, TIMELINE_STEPS)

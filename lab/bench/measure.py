@@ -119,9 +119,8 @@ class Ladder:
 
     @property
     def num_runs(self) -> int:
-        sizing = self.sizing
-        per_load = [len(taking_part(self.contestants, load, sizing)) * (sizing.repeats_of(load) + 1) for load in LOADS]
-        return sum(per_load) * len(sizing.temperatures)
+        num_runs = sum(len(taking_part(self.contestants, load, self.sizing)) for load in LOADS)
+        return num_runs * (self.sizing.repeats + 1) * len(self.sizing.temperatures)
 
     def run(self, has_time: Callable[[Load], bool] = lambda load: True) -> None:
         """Measures each load at each temperature. After the first, leaves out loads for which there is no time."""
@@ -152,10 +151,10 @@ class Ladder:
             return figures(self._logs[name], self.num_layers)
 
         where = {"load": load.name, "temperature": temperature, "num_clients": load.num_clients, "num_jobs": len(jobs)}
-        repeats = self.sizing.repeats_of(load)
-        for row in measure(
-            serve, list(by_name), jobs, repeats, more=more, before=lambda name: self._logs[name].start()
-        ):
+        rows = measure(
+            serve, list(by_name), jobs, self.sizing.repeats, more=more, before=lambda name: self._logs[name].start()
+        )
+        for row in rows:
             each = by_name[row["policy"]]
             self.rows.append(row | where | {"spec": each.policy, "options": each.options})
 

@@ -84,7 +84,7 @@ class Speed:
 
 def load_s(load: Load, sizing: Sizing, contestants: list[Contestant], speeds: Mapping[str, Speed]) -> float:
     """Estimates the seconds of a load at one temperature, all at the reference's speed. speeds: by closed load."""
-    num_runs = len(taking_part(contestants, load, sizing)) * (sizing.repeats_of(load) + 1)
+    num_runs = len(taking_part(contestants, load, sizing)) * (sizing.repeats + 1)
     if load.is_open:
         return 2 * speeds[CLOSED_LOADS[-1].name].wave_s(2 * sizing.max_tokens) + num_runs * sizing.bursty_s
     wave_s = speeds[load.name].wave_s(sizing.max_tokens)
@@ -114,7 +114,6 @@ def fitted(
         tried = replace(
             sizing,
             repeats=repeats,
-            bursty_repeats=min(repeats, sizing.bursty_repeats),
             max_tokens=max(round(share * sizing.max_tokens), min(MIN_TOKENS, sizing.max_tokens)),
             loop_s=share * sizing.loop_s,
             bursty_s=max(share, 0.5) * sizing.bursty_s,

@@ -106,7 +106,7 @@ def measure_process(
     named: Mapping[str, tuple[Path, str]], prompts: list[Prompt], args: argparse.Namespace
 ) -> Iterator[Row]:
     most = max(integers(args.clients))
-    with closing(InProcess(args.engine_dirs[0], {})) as place:
+    with closing(InProcess(args.engine_dirs[0])) as place:
         for name, (directory, policy) in named.items():
             place.open(name, config_of(policy, max_num_seqs=most, num_threads=args.threads), directory)
         yield from measure_loads(in_turns(place), list(named), prompts, args, "process")

@@ -144,7 +144,7 @@ class ControlWorld:
     def _process(self, acceptance: float | str) -> AcceptanceProcess:
         process = process_at(acceptance)
         if self.has_flat_margins:
-            process = replace(process, chances=np.full_like(process.chances, acceptance), shift=0.0)
+            process = replace(process, chances=np.full_like(process.chances, acceptance), shifts=(0.0,))
         return process.with_exits((self.exit_auc,)) if len(self.truth.segments[TARGET, WHOLE]) == 2 else process
 
     @staticmethod

@@ -191,7 +191,7 @@ def main() -> int:
 
 def make_requests(engine_dir: Path, num_prompts: int, max_tokens: int, temperature: float) -> list[Request]:
     jobs = jobs_of(interleaved(read_prompts(DEMO_PROMPTS)), num_prompts, max_tokens, temperature, SEED)
-    engines = InProcess(engine_dir, {})
+    engines = InProcess(engine_dir)
     return [engines.request(index, job) for index, job in enumerate(jobs)]
 
 

@@ -1,36 +1,23 @@
-"""Libraries that answer a benchmark in their own process, over JSON lines: an order in, its answers out.
+"""OpenVINO GenAI answers a benchmark in its own process, over JSON lines: an order in, its answers out.
 
-`python -m lab.peers.worker MODEL ...` runs under a Python that has the library and perhaps none of our
-packages. An order is {"num_clients": n, "jobs": [fields of lab.answers.Job]}. The reply is {"seconds": s, "answers":
-[fields of lab.answers.Answer, without the digest]}, with times of time.perf_counter.
+`python -m lab.peers.worker MODEL ...` runs under a Python that has OpenVINO and perhaps none of our packages. The first
+line says that it is ready. An order is {"num_clients": n, "jobs": [fields of lab.answers.Job]}. The reply is
+{"seconds": s, "answers": [fields of lab.answers.Answer, without the digest]}, with times of time.perf_counter.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
-CACHE_GB, NO_TOP_K = 1, 1 << 31  # of OpenVINO
-MAX_NGRAM = 3  # of OpenVINO's prompt lookup
+CACHE_GB, NO_TOP_K = 1, 1 << 31
+MAX_NGRAM = 3  # of prompt lookup
 Record = dict[str, Any]
-AnswerAll = Callable[[list[Record], int], list[Record]]  # jobs and clients -> an answer per job
-
-
-def serve(version: str, answer_all: AnswerAll) -> None:
-    """Announces that it is ready, then answers orders until stdin ends. Output of libraries goes to stderr."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    print(json.dumps({"version": version}), file=out, flush=True)
-    for line in sys.stdin:
-        order = json.loads(line)
-        start = time.perf_counter()
-        answers = answer_all(order["jobs"], order["num_clients"])
-        print(json.dumps({"seconds": time.perf_counter() - start, "answers": answers}), file=out, flush=True)
 
 
 def new_answer() -> Record:
@@ -46,12 +33,14 @@ def take(answer: Record, token_ids: list[int]) -> None:
     answer["num_tokens"] += len(token_ids)
 
 
-def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
-    """Runs OpenVINO GenAI on a GGUF file: requests side by side in a ContinuousBatchingPipeline."""
+def serve(args: argparse.Namespace) -> None:
+    """Answers orders until stdin ends: requests side by side in a ContinuousBatchingPipeline on a GGUF file."""
     import numpy as np
     import openvino as ov  # pyright: ignore[reportMissingImports]  # of the environment that runs this
     import openvino_genai as genai  # pyright: ignore[reportMissingImports]
 
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print
     scheduler = genai.SchedulerConfig()
     scheduler.cache_size, scheduler.enable_prefix_caching = CACHE_GB, False
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": args.threads}
@@ -81,23 +70,24 @@ def with_openvino(args: argparse.Namespace) -> tuple[str, AnswerAll]:
                     return True
         return False
 
-    num_sent = 0
-
     def answer_all(jobs: list[Record], num_clients: int) -> list[Record]:
-        nonlocal num_sent
         answers: list[Record] = []
         flight: list[tuple[Any, Record]] = []
         while len(answers) < len(jobs) or flight:
             for job in jobs[len(answers) : len(answers) + num_clients - len(flight)]:
                 answers.append(new_answer())
                 ids = ov.Tensor(np.array([job["prompt_ids"]], dtype=np.int64))
-                flight.append((pipeline.add_request(num_sent, ids, config(job)), answers[-1]))
-                num_sent += 1
+                flight.append((pipeline.add_request(next(request_ids), ids, config(job)), answers[-1]))
             pipeline.step()
             flight = [each for each in flight if not has_ended(*each)]
         return answers
 
-    return genai.get_version(), answer_all
+    request_ids = itertools.count()
+    print(json.dumps({"version": genai.get_version()}), file=out, flush=True)
+    for line in sys.stdin:
+        order, start = json.loads(line), time.perf_counter()
+        answers = answer_all(order["jobs"], order["num_clients"])
+        print(json.dumps({"seconds": time.perf_counter() - start, "answers": answers}), file=out, flush=True)
 
 
 def main() -> None:
@@ -108,7 +98,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--end-id", type=int, required=True)
     args = parser.parse_args()
-    serve(*with_openvino(args))
+    serve(args)
 
 
 if __name__ == "__main__":

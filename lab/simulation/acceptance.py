@@ -69,9 +69,9 @@ class AcceptancePath:
 
 @dataclass(frozen=True, eq=False)
 class AcceptanceProcess:
-    """ease_knots [m] ascending, with margins [m] in logits and chances [m] of a match; shift moves acceptance.
+    """ease_knots [m] ascending, with margins [m] in logits and chances [m] of a match.
 
-    request_shifts: of which every text draws one in place of shift.
+    shifts: of acceptance; every text draws one.
     """
 
     ease: Latent
@@ -79,17 +79,13 @@ class AcceptanceProcess:
     ease_knots: np.ndarray
     margins: np.ndarray
     chances: np.ndarray
-    shift: float = 0.0
+    shifts: tuple[float, ...] = (0.0,)
     exit_aucs: tuple[float, ...] = ()  # separability at each exit, given the draft's margin
-    request_shifts: tuple[float, ...] = ()
 
     def path(self, key: tuple[int, ...], num_positions: int) -> AcceptancePath:
         """The outcomes of the text `key`. A longer path begins with the shorter one."""
         ease, gap = self._latents(key, num_positions)
-        shift = self.shift
-        if self.request_shifts:
-            shift = self.request_shifts[int(np.random.default_rng([*key, 4]).integers(len(self.request_shifts)))]
-        is_match = gap < shift
+        is_match = gap < self.shifts[int(np.random.default_rng([*key, 4]).integers(len(self.shifts)))]
         words = np.random.default_rng([*key, 2]).integers(0, VOCAB_SIZE, (num_positions, 2))
         tokens = words[:, 0]
         wrong = (tokens + 1 + words[:, 1] % (VOCAB_SIZE - 1)) % VOCAB_SIZE
@@ -119,17 +115,17 @@ class AcceptanceProcess:
 
     def at_level(self, mean_acceptance: float) -> AcceptanceProcess:
         """The same process, but draft and target agree at this share of positions; margins stay as they are."""
-        return replace(self, shift=self._shifts([mean_acceptance])[0])
+        return replace(self, shifts=self._shifts([mean_acceptance]))
 
     def with_levels(self, levels: Sequence[float]) -> AcceptanceProcess:
         """The same process along a text, but every request agrees at one of these shares of positions, each as often:
         all that differs between requests is planted, so that an oracle may know it."""
         alike = replace(self, ease=replace(self.ease, request_share=0.0), luck=replace(self.luck, request_share=0.0))
-        return replace(alike, request_shifts=tuple(alike._shifts(levels)))
+        return replace(alike, shifts=alike._shifts(levels))
 
-    def _shifts(self, levels: Sequence[float]) -> list[float]:
+    def _shifts(self, levels: Sequence[float]) -> tuple[float, ...]:
         gaps = [self._latents((_SAMPLE_KEY, text), _LEVEL_POSITIONS)[1] for text in range(_LEVEL_TEXTS)]
-        return np.quantile(np.array(gaps), levels).tolist()
+        return tuple(np.quantile(np.array(gaps), levels).tolist())
 
     def sample(self, num_texts: int, num_positions: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Margins, matches [num_texts, num_positions] and exit margins [num_exits, num_texts, num_positions], of

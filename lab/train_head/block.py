@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from faser_backend.core.model import ModelSpec, rotary_tables
-from faser_backend.lab.train_head.head import Mlp, Norm, rotated
+from faser_backend.lab.train_head.head import Mlp, Norm, Projections, rotated
 
 Tables = tuple[Tensor, Tensor]  # cos and sin of some positions
 
@@ -26,22 +26,16 @@ class View(NamedTuple):
     is_hidden: Tensor  # [B, 1, A * size, n]: positions that a row must not see
 
 
-class BlockAttention(nn.Module):
+class BlockAttention(Projections):
     """Attention of many blocks of a conversation at once: a row sees the features before its block, and its block."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self._groups, self._head_dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
-        num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(spec.hidden_size, num_q, bias=False)
-        self.k_proj = nn.Linear(spec.hidden_size, num_kv, bias=False)
-        self.v_proj = nn.Linear(spec.hidden_size, num_kv, bias=False)
-        self.o_proj = nn.Linear(num_q, spec.hidden_size, bias=False)
+        super().__init__(spec, spec.hidden_size)
         self.q_norm, self.k_norm = Norm(spec.head_dim, spec.rms_eps), Norm(spec.head_dim, spec.rms_eps)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         """Maps the rows x [B, A * size, d] of A blocks each to [B, A * size, d]."""
-        q = rotated(self.q_norm(self._split(self.q_proj(x))) * self._head_dim**-0.5, *view.own)
+        q = rotated(self.q_norm(self.split(self.q_proj(x))) * self._head_dim**-0.5, *view.own)
         own_k, own_v = self._keys_and_values(x, view.own)
         k, v = self._keys_and_values(view.context, view.before)
         of_block = (2, (-1, view.size))
@@ -52,14 +46,9 @@ class BlockAttention(nn.Module):
         mixed = of_context @ v + (of_own.unflatten(*of_block) @ own_v.unflatten(*of_block)).flatten(2, 3)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
-    def _keys_and_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor]:
+    def _keys_and_values(self, x: Tensor, tables: Tables) -> tuple[Tensor, ...]:
         """Returns keys and values of rows x, repeated for each query head."""
-        k, v = rotated(self.k_norm(self._split(self.k_proj(x))), *tables), self._split(self.v_proj(x))
-        return k.repeat_interleave(self._groups, dim=1), v.repeat_interleave(self._groups, dim=1)
-
-    def _split(self, x: Tensor) -> Tensor:
-        """Reshapes [B, n, heads * head_dim] to [B, heads, n, head_dim]."""
-        return x.unflatten(2, (-1, self._head_dim)).transpose(1, 2)
+        return self.repeated(rotated(self.k_norm(self.split(self.k_proj(x))), *tables), self.split(self.v_proj(x)))
 
 
 class BlockLayer(nn.Module):

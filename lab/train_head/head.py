@@ -19,29 +19,41 @@ class Norm(nn.RMSNorm):
         return super().forward(x.float())
 
 
-class Attention(nn.Module):
+class Projections(nn.Module):
+    """The matrices of attention over rows of `width` numbers."""
+
+    def __init__(self, spec: ModelSpec, width: int) -> None:
+        super().__init__()
+        self._groups, self._head_dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
+        num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(width, num_q, bias=False)
+        self.k_proj = nn.Linear(width, num_kv, bias=False)
+        self.v_proj = nn.Linear(width, num_kv, bias=False)
+        self.o_proj = nn.Linear(num_q, spec.hidden_size, bias=False)
+
+    def split(self, x: Tensor) -> Tensor:
+        """Reshapes [B, n, heads * head_dim] to [B, heads, n, head_dim]."""
+        return x.unflatten(2, (-1, self._head_dim)).transpose(1, 2)
+
+    def repeated(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Repeats keys or values [B, kv_heads, n, head_dim] for each query head."""
+        return tuple(x.repeat_interleave(self._groups, dim=1) for x in rows)
+
+
+class Attention(Projections):
     """Attention of several steps at once: step k of a chain sees the target's states before the chain began, and the
     chain's own earlier steps."""
 
     def __init__(self, spec: ModelSpec) -> None:
-        super().__init__()
-        self._num_heads, self._num_kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        num_q, num_kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(2 * spec.hidden_size, num_q, bias=False)
-        self.k_proj = nn.Linear(2 * spec.hidden_size, num_kv, bias=False)
-        self.v_proj = nn.Linear(2 * spec.hidden_size, num_kv, bias=False)
-        self.o_proj = nn.Linear(num_q, spec.hidden_size, bias=False)
+        super().__init__(spec, 2 * spec.hidden_size)
 
     def forward(self, both: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Maps both [B, n, 2 d] to [B, n, d]. Row i of step k belongs to the chain that begins after row i of step 1.
 
         earlier: keys and values of the steps before, [B, H, n, head_dim]; this step's are appended.
         """
-        q = rotated(self._split(self.q_proj(both), self._num_heads), cos, sin)
-        k = rotated(self._split(self.k_proj(both), self._num_kv_heads), cos, sin)
-        v = self._split(self.v_proj(both), self._num_kv_heads)
-        shared = self._num_heads // self._num_kv_heads
-        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+        q, k = (rotated(self.split(project(both)), cos, sin) for project in (self.q_proj, self.k_proj))
+        k, v = self.repeated(k, self.split(self.v_proj(both)))
         earlier.append((k, v))
         first_k, first_v = earlier[0]
         n, scale = both.shape[1], self._head_dim**-0.5
@@ -53,10 +65,6 @@ class Attention(nn.Module):
         for j, (_, v_j) in enumerate(earlier[1:]):
             mixed = mixed + shares[..., n + j, None] * v_j
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _split(self, x: Tensor, num_heads: int) -> Tensor:
-        """Reshapes [B, n, heads * head_dim] to [B, heads, n, head_dim]."""
-        return x.unflatten(2, (num_heads, self._head_dim)).transpose(1, 2)
 
 
 class Mlp(nn.Module):

@@ -43,7 +43,7 @@ CONTRACT = (
     "rows_drafted", "rows_accepted", "rows_verified", "rows_pruned", "overlap_share", "repeats", "share_serial",
     "plan_us_mean", "plan_us_p99", "plan_share",
 )  # fmt: skip
-TINY = Sizing(2, 0.01, 1, 0.2, 2, 6, (0.8,), bursty_ablations=False)
+TINY = Sizing(2, 0.01, 1, 0.2, 6, (0.8,), bursty_ablations=False)
 CHOSEN = "none,fixed:2,survival,fixed:4 (ping-pong)"
 
 questions = test_prompt_files.questions  # four
@@ -159,7 +159,7 @@ def test_lost_tokens_are_those_that_the_answer_has_in_their_place(drafted, rows,
 
 def test_a_chat_ends_where_the_model_ends_it_and_goes_to_everyone_alike(engine_dir: Path, questions: Path):
     (job,) = jobs_of(load(questions, engine_dir).prompts, 1, 8, 0.0, 0)
-    place, plain, sent, names = InProcess(engine_dir, {}), replace(job, is_chat=False), make_request(job, 0), []
+    place, plain, sent, names = InProcess(engine_dir), replace(job, is_chat=False), make_request(job, 0), []
     assert place.request(0, job).prompt_ids.tolist() == list(job.prompt_ids) == body_of(job)["prompt"]
     for each, end_ids, own in ((plain, (), {"text_input", "end_id"}), (job, (END_ID,), {"messages"})):
         assert place.request(0, each).end_ids == end_ids and body_of(each)["ignore_eos"] is not each.is_chat
@@ -171,7 +171,8 @@ def test_a_chat_ends_where_the_model_ends_it_and_goes_to_everyone_alike(engine_d
 
 def test_a_server_answers_messages_as_the_engines_in_process(engine_dir: Path, questions: Path, tmp_path: Path):
     prompts = load(questions, engine_dir, max_tokens=300).prompts
-    alone = InProcess(engine_dir, {"fixed:4": EngineConfig.from_options(policy="fixed:4")})
+    alone = InProcess(engine_dir)
+    alone.open("fixed:4", EngineConfig.from_options(policy="fixed:4"))
     options = ["--engine-dir", str(engine_dir), "--policy", "fixed:4", "--num-threads", "1"]
     with ExitStack() as stack:
         stack.callback(alone.close)
@@ -260,8 +261,9 @@ def test_an_error_ends_all_and_stops_no_clock(machine: SimpleNamespace):
 
 
 def test_turns_change_no_answer_and_idle_time_is_not_waited_for(engine_dir: Path):
-    config = {name: EngineConfig.from_options(policy=name, enable_prefix_reuse=False) for name in ("none", "fixed:3")}
-    with closing(InProcess(engine_dir, config)) as place:
+    with closing(InProcess(engine_dir)) as place:
+        for name in ("none", "fixed:3"):
+            place.open(name, EngineConfig.from_options(policy=name, enable_prefix_reuse=False))
         jobs = jobs_of([Prompt("def f(x):"), Prompt("return")], 6, 12, 0.8, 5)
         alone, _ = place.run("none", jobs, 2)
         together = place.serve_in_turns(["fixed:3", "none"], jobs, ClosedLoop(2))
@@ -270,7 +272,7 @@ def test_turns_change_no_answer_and_idle_time_is_not_waited_for(engine_dir: Path
             assert [trace.digest for trace in traces] == [trace.digest for trace in alone]
             assert max(trace.response_s[-1] for trace in traces) - min(trace.start_s for trace in traces) <= seconds
         # Requests an hour apart: each begins when it is due by the run's own clock.
-        traces, seconds = place.serve("none", jobs[:3], OpenLoop([0.0, 3600.0, 7200.0]))
+        traces, seconds = place.serve_in_turns(["none"], jobs[:3], OpenLoop([0.0, 3600.0, 7200.0]))["none"]
         assert [round(trace.start_s - traces[0].start_s) for trace in traces] == [0, 3600, 7200]
         assert 7200.0 <= seconds < 7300.0
 
