@@ -67,7 +67,10 @@ def main() -> None:
         found = stream(prompt, args)
     except urllib.error.HTTPError as error:
         sys.exit(f"error: {error.read().decode().removeprefix('data: ')}")
-    print("\033[0m" * sys.stdout.isatty())
+    except OSError as error:
+        sys.exit(f"error: --url = {args.url}: {error}")
+    finally:
+        print("\033[0m" * sys.stdout.isatty())
     tokens, drafted, accepted = (found[name] for name in COUNTS)
     if not tokens:
         sys.exit("error: the server answered without tokens")

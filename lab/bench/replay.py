@@ -177,8 +177,8 @@ def print_report(found: dict[str, Any]) -> None:
     """Prints the report on stdout."""
     state = "" if found["is_whole"] else "interrupted: "
     print(
-        f"{state}{found['num_answered']} of {found['num_sent']} sent requests answered in {found['seconds']:.1f} s "
-        f"of {found['num_requests']} in the trace"
+        f"{state}{found['num_answered']} of {found['num_sent']} sent requests answered in {found['seconds']:.1f} s; "
+        f"the trace has {found['num_requests']}"
     )
     print(f"trace: {found['trace']}")
     for kind, count in found["errors"].items():

@@ -112,8 +112,13 @@ class Writer:
         self._is_second = numbers(size)  # whether the question is the conversation's second
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def round(self, passages: list[list[int]], rng: np.random.Generator) -> list[Dialogue]:
-        """Writes one round. Returns the conversations with an answer; the last of a slot may lack its end."""
+    def round(
+        self, passages: list[list[int]], rng: np.random.Generator, on_tokens: Callable[[int], None]
+    ) -> list[Dialogue]:
+        """Writes one round. Returns the conversations with an answer; the last of a slot may lack its end.
+
+        on_tokens: called with the tokens of the round so far.
+        """
         torch.manual_seed(int(rng.integers(2**31)))
         self._scripts.fill_(-1)
         rows = [*self._frame.beginnings(passages, rng), self._frame.after, self._frame.between]
@@ -129,6 +134,7 @@ class Writer:
         length = self._options.round_tokens
         for step in range(length):
             self._advance(min(length, (step // STEP_OF_LENGTH + 1) * STEP_OF_LENGTH))
+            on_tokens((step + 1) * self._options.num_slots)
         tokens, starts, kinds = (x[:, :length].cpu().numpy() for x in (self._tokens, self._starts, self._kinds))
         found: list[Dialogue] = []
         for slot in range(len(tokens)):
@@ -223,7 +229,7 @@ def draw(logits: Tensor, is_answer: Tensor) -> Tensor:
 
 
 def write_dialogues(options: HeadOptions, target: Target, on_tokens: Callable[[int], None]) -> None:
-    """Adds shards until there are options.tokens. on_tokens: called with the total after each round.
+    """Adds shards until there are options.tokens. on_tokens: called with the total after each step.
 
     An interrupted run loses its unfinished round.
     """
@@ -235,7 +241,7 @@ def write_dialogues(options: HeadOptions, target: Target, on_tokens: Callable[[i
     writer, rng = Writer(target, ChatFrame(options.target), options), np.random.default_rng((options.seed, next_index))
     passages: list[list[int]] = []
     while total < options.tokens:
-        made = writer.round(passages, rng)
+        made = writer.round(passages, rng, lambda count, before=total: on_tokens(before + count))
         texts = [dialogue.token_ids[dialogue.kinds >= Kind.ANSWER] for dialogue in made]
         passages += [ids[: PASSAGE.stop].tolist() for ids in texts if ids.size >= PASSAGE.start]
         del passages[:-NUM_PASSAGES]
@@ -243,4 +249,3 @@ def write_dialogues(options: HeadOptions, target: Target, on_tokens: Callable[[i
             write_shard(directory, next_index, made[first : first + options.dialogues_per_shard])
             next_index += 1
         total += sum(dialogue.num_tokens for dialogue in made)
-        on_tokens(total)
