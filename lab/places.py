@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from faser_backend.places import DEMO_PAIR
-
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = DEMO_PAIR
 _WRITTEN = ROOT if (ROOT / "pyproject.toml").is_file() else Path.cwd()
 RESULTS = _WRITTEN / "benchmarks" / "results"
 PEERS = _WRITTEN / "build" / "peers"  # peers of scripts/peers/install.sh, and models in their formats

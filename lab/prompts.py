@@ -18,12 +18,12 @@ from tokenizers import Tokenizer
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.device.runtime import ModelPair
-from faser_backend.lab.places import DEMO
 from faser_backend.manifest import EngineManifest
+from faser_backend.places import DEMO_PAIR
 from faser_backend.text.prompts import Prompt, PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
 
-DEMO_PROMPTS = DEMO / "prompts.jsonl"
+DEMO_PROMPTS = DEMO_PAIR / "prompts.jsonl"
 WINDOW_STRIDE = 977  # tokens between two prompts; a prime, so that wrapped windows begin elsewhere
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from faser_backend.lab.abuse.clients import Tensor, as_request, tensors_of
+from faser_backend.lab.bench.wire import Tensor, as_request, tensors_of
 from faser_backend.triton.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS, TritonTensor
 
 CONTRACTS = ("inflight_batcher", "llmapi")

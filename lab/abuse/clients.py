@@ -1,4 +1,4 @@
-"""Clients of a server under abuse: requests as tensors or JSON, replies that record all responses, and a neighbour.
+"""Clients of a server under abuse, replies that record all responses, and a neighbour.
 
 A gRPC call carries one request and is read to its end, so that an answer that comes twice, or never, is seen.
 """
@@ -7,26 +7,20 @@ from __future__ import annotations
 
 import http.client
 import json
-import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import numpy as np
 from tritonclient.grpc import service_pb2_grpc
-from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
-from tritonclient.utils import triton_to_np_dtype
-
-from faser_backend.triton.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
 
 TIMEOUT_S = 60.0  # for an answer; none here takes a tenth of it
 PAUSE_S = 0.02  # of a neighbour, between an answer and the next request
 MAX_SHOWN_WRONG = 3  # wrong answers of a neighbour
 REFUSAL = "Maximum queue size"  # part of the error when the queue is full
-TYPES = {spec.name: spec.data_type for spec in (*TEXT_INPUTS, *TOKEN_INPUTS, *LLMAPI_INPUTS, *PREPROCESSING_INPUTS)}
 
 
 @dataclass
@@ -46,49 +40,6 @@ class Reply:
     @property
     def text(self) -> str:
         return self.texts.get(0, "")
-
-
-class Tensor(NamedTuple):
-    """An input of a request; kind: Triton's data type without its prefix."""
-
-    kind: str
-    shape: list[int]
-    values: list[Any]
-
-    def head(self, name: str) -> dict[str, Any]:
-        """Returns the tensor without its values, as messages over gRPC and HTTP carry it."""
-        return {"name": name, "datatype": "BYTES" if self.kind == "STRING" else self.kind, "shape": self.shape}
-
-    @property
-    def raw(self) -> bytes:
-        if self.kind != "STRING":
-            return np.array(self.values, triton_to_np_dtype(self.kind)).tobytes()
-        texts = [value if isinstance(value, bytes) else str(value).encode() for value in self.values]
-        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
-
-
-def tensors_of(prompts: Sequence[Mapping[str, Any]], *, has_batch: bool = True) -> dict[str, Tensor]:
-    """Returns the tensors of prompts. Each prompt maps the same names to a value or a list of values."""
-    found = {}
-    for name in prompts[0]:
-        rows = [values[name] if isinstance(values[name], list) else [values[name]] for values in prompts]
-        shape = [len(rows), len(rows[0])] if has_batch else [len(rows[0])]
-        found[name] = Tensor(TYPES[name], shape, [value for row in rows for value in row])
-    return found
-
-
-def as_request(tree: Mapping[str, Any]) -> Any:
-    """Returns a gRPC message of these fields that requests a countable end."""
-    request = ModelInferRequest(**tree)
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
-    return request
-
-
-def make_request(model: str, *prompts: Mapping[str, Any], request_id: str = "", has_batch: bool = True) -> Any:
-    """Returns the request for prompts as tensors_of takes them."""
-    tensors = tensors_of(prompts, has_batch=has_batch)
-    inputs, raw = [tensor.head(name) for name, tensor in tensors.items()], [tensor.raw for tensor in tensors.values()]
-    return as_request({"model_name": model, "id": request_id, "inputs": inputs, "raw_input_contents": raw})
 
 
 class GrpcClient:

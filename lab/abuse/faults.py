@@ -19,9 +19,10 @@ from pathlib import Path
 
 from faser_backend.lab import environment
 from faser_backend.lab.abuse.cases import PROMPT
-from faser_backend.lab.abuse.clients import GrpcClient, Reply, make_request
+from faser_backend.lab.abuse.clients import GrpcClient, Reply
 from faser_backend.lab.abuse.fuzz import END_S
 from faser_backend.lab.abuse.served import OPENAI, Served, end_servers_on_sigterm, kill_leftovers, note, report
+from faser_backend.lab.bench.wire import tensor_request
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.model_source import demo_engine_dir
@@ -59,7 +60,7 @@ class Outcome:
 
 # -- answers under way -----------------------------------------------------------------------------------------------
 def ask_long(client: GrpcClient, on_first: Callable[[], object] = lambda: None) -> Reply:
-    return client.ask(make_request("ensemble", LONG, request_id=REQUEST_ID), on_first=on_first)
+    return client.ask(tensor_request("ensemble", LONG, request_id=REQUEST_ID), on_first=on_first)
 
 
 class Flight:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, make_case
-from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http, make_request
+from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http
 from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, note, report, serving
+from faser_backend.lab.bench.wire import tensor_request
 from faser_backend.lab.checks.options import make_parser
 
 NUM_CLIENTS = 4
@@ -88,7 +89,7 @@ def fuzz(served: Served, contract: str, make: Callable[[int], Case], numbers: It
     """Sends the cases, NUM_CLIENTS at a time, until all are sent or the server is gone."""
     outcome, lock, todo, asker = Fuzzed(name), threading.Lock(), iter(numbers), GrpcClient(served.url)
     target = TARGETS[contract][0]
-    request = make_request(target.model, {**target.values, LIMITS[contract]: 16}, has_batch=target.has_batch)
+    request = tensor_request(target.model, {**target.values, LIMITS[contract]: 16}, has_batch=target.has_batch)
     neighbour = Neighbour(lambda: asker.ask(request))
     if not neighbour.expected:
         raise RuntimeError("no answer to compare with")

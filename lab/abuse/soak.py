@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from faser_backend.lab.abuse.cases import PROMPT, make_case, pick
-from faser_backend.lab.abuse.clients import GrpcClient, Reply, ask_http, judge, make_request
+from faser_backend.lab.abuse.clients import GrpcClient, Reply, ask_http, judge
 from faser_backend.lab.abuse.fuzz import send
 from faser_backend.lab.abuse.served import Served, Usage, end_servers_on_sigterm, note, report, serving, usage
+from faser_backend.lab.bench.wire import tensor_request
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.tables import markdown_table
 from faser_backend.serving.processes import is_running
@@ -71,7 +72,7 @@ Done = tuple[list[str], list[str]]  # what happened, and what was wrong
 def ask_alone(client: GrpcClient) -> list[str]:
     """Returns a quiet server's answer to each of JOBS. Raises RuntimeError if one is missing."""
     models = ["ensemble"] * NUM_TEXTS + ["tensorrt_llm"]
-    replies = [client.ask(make_request(model, job)) for model, job in zip(models, JOBS, strict=True)]
+    replies = [client.ask(tensor_request(model, job)) for model, job in zip(models, JOBS, strict=True)]
     for reply in replies:
         if reply.errors or not reply.text:
             raise RuntimeError(f"a quiet server did not answer: {reply.errors}")
@@ -102,14 +103,16 @@ class Client:
         return [outcome], [f"jobs {jobs}: {wrong}"] if wrong else []
 
     def _request(self, jobs: Sequence[int], values: Mapping[str, Any], request_id: str = "") -> Any:
-        return make_request(pick(self.rng, TEXT_MODELS), *({**JOBS[i], **values} for i in jobs), request_id=request_id)
+        return tensor_request(
+            pick(self.rng, TEXT_MODELS), *({**JOBS[i], **values} for i in jobs), request_id=request_id
+        )
 
     def text(self, *, stream: bool = True, leave_after: int | None = None) -> Done:
         jobs = [int(self.rng.integers(NUM_TEXTS))]
         return self._judged(self.grpc.ask(self._request(jobs, {"stream": stream}), leave_after=leave_after), jobs)
 
     def tokens(self) -> Done:
-        return self._judged(self.grpc.ask(make_request("tensorrt_llm", JOBS[-1])), [NUM_TEXTS])
+        return self._judged(self.grpc.ask(tensor_request("tensorrt_llm", JOBS[-1])), [NUM_TEXTS])
 
     def batch(self) -> Done:
         start = int(self.rng.integers(2))  # prompts of a batch have the same tensors
@@ -169,7 +172,7 @@ def ask_to_stop(served: Served, request_id: str) -> Reply:
     """Sends a stop request for this id from a new connection."""
     client = GrpcClient(served.url)
     ids = {"input_ids": 1, "input_lengths": 1, "request_output_len": 1, "stop": True}
-    reply = client.ask(make_request("tensorrt_llm", ids, request_id=request_id))
+    reply = client.ask(tensor_request("tensorrt_llm", ids, request_id=request_id))
     client.close()
     return reply
 

@@ -8,18 +8,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from statistics import median
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("Agg")  # files only: no window system is needed
-
-import matplotlib.pyplot as plt
 import numba
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from threadpoolctl import threadpool_limits
 
@@ -56,11 +53,7 @@ OTHER_COLOUR = "#8c564b"
 
 def _share(part: str) -> Callable[[Row], float]:
     parts = ("accepted", "rejected", "pruned")
-    return lambda row: 100 * row[f"row_layers_{part}"] / sum(row[f"row_layers_{name}"] for name in parts)
-
-
-def _percent(key: str) -> Callable[[Row], float]:
-    return lambda row: 100 * row[key]
+    return lambda row: row[f"row_layers_{part}"] / sum(row[f"row_layers_{name}"] for name in parts)
 
 
 def _range(row: Row) -> str | None:
@@ -68,11 +61,11 @@ def _range(row: Row) -> str | None:
 
 
 def _ratio(reference: str) -> Callable[[Row], str | None]:
-    return lambda row: ratio_of(row, reference)
+    return partial(ratio_of, reference=reference)
 
 
 def _ahead_lost(row: Row) -> float | None:
-    return 100 * row["chains_ahead_discarded"] / row["chains_ahead"] if row["chains_ahead"] else None
+    return row["chains_ahead_discarded"] / row["chains_ahead"] if row["chains_ahead"] else None
 
 
 def _columns(*columns: tuple[Any, ...]) -> tuple[Column, ...]:
@@ -87,7 +80,13 @@ GAINS = _columns(
     ("of none", _range, "{}", "lowest-highest", "The same, in the worst and the best repeat."),
     ("equal engines", equal_engines, "{}", "lowest-highest", "A second engine of none over the first, by repeat."),
     ("of fixed:4", _ratio("fixed4"), "{}", "x", f"Gain over four draft tokens, always, {RATIO}."),
-    ("of best static", _ratio("best_static"), "{}", "x", "Gain over the best fixed length, known afterwards."),
+    (
+        "of best static",
+        _ratio("best_static"),
+        "{}",
+        "x",
+        "Gain over the best fixed length, known afterwards.",
+    ),
     ("differ", "num_different", "{}", "answers", "Answers that differ from those of plain decoding."),
 )
 LATENCIES = _columns(
@@ -110,16 +109,16 @@ DRAFTS = _columns(
     ("pruned", "rows_pruned", "{:.0f}", "rows", "Rows that left at an exit layer."),
 )
 WORK = _columns(
-    ("work accepted", _share("accepted"), "{:.1f}", "%", "Row-layers whose row gave a token."),
-    ("rejected", _share("rejected"), "{:.1f}", "%", "Row-layers of rows behind a rejection that ran all layers."),
-    ("pruned", _share("pruned"), "{:.1f}", "%", "Row-layers that pruned rows ran before they left."),
-    ("retention", _percent("retention"), "{:.1f}", "%", "Share of acceptable draft tokens that trim and exit kept."),
-    ("overlap", _percent("overlap_share"), "{:.1f}", "%", "Share of model time in which both models ran."),
-    ("ahead lost", _ahead_lost, "{:.0f}", "%", "Chains drafted ahead whose preceding chain was rejected."),
+    ("work accepted", _share("accepted"), "{:.1%}", "", "Row-layers whose row gave a token."),
+    ("rejected", _share("rejected"), "{:.1%}", "", "Row-layers of rows behind a rejection that ran all layers."),
+    ("pruned", _share("pruned"), "{:.1%}", "", "Row-layers that pruned rows ran before they left."),
+    ("retention", "retention", "{:.1%}", "", "Share of acceptable draft tokens that trim and exit kept."),
+    ("overlap", "overlap_share", "{:.1%}", "", "Share of model time in which both models ran."),
+    ("ahead lost", _ahead_lost, "{:.0%}", "", "Chains drafted ahead whose preceding chain was rejected."),
     ("plan mean", "plan_us_mean", "{:.0f}", "us", "Scheduler and policy per step, learning included."),
     ("p99", "plan_us_p99", "{:.0f}", "us", "The same, 99th percentile."),
-    ("plan", _percent("plan_share"), "{:.1f}", "%", "The same, of all time spent in steps."),
-    ("overhead", _percent("step_overhead_share"), "{:.1f}", "%", "Time in steps without a model call running."),
+    ("plan", "plan_share", "{:.1%}", "", "The same, of all time spent in steps."),
+    ("overhead", "step_overhead_share", "{:.1%}", "", "Time in steps without a model call running."),
 )
 CATEGORIES = _columns(
     ("answers", "num_answers", "{}", "", "Answers to prompts of the category, in a repeat."),
@@ -139,7 +138,7 @@ def render(bench: dict[str, Any]) -> str:
         loader=PackageLoader("faser_backend.lab.bench", "."), autoescape=True, undefined=StrictUndefined
     )
     rows, meta = bench["rows"], bench["meta"]
-    with plt.rc_context(STYLE):
+    with rc_context(STYLE):
         gains_plot = _svg(draw_gains(rows))
     return environment.get_template("report.html.j2").render(
         meta=meta,
@@ -159,7 +158,6 @@ def render(bench: dict[str, Any]) -> str:
 def _svg(figure: Figure) -> Markup:
     text = io.StringIO()
     figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None}, transparent=True)
-    plt.close(figure)
     drawn = text.getvalue().replace(INK, "currentColor").replace(GRID, "var(--line)")
     return Markup(drawn[drawn.index("<svg") :])
 
@@ -177,7 +175,8 @@ def draw_gains(rows: list[Row]) -> Figure:
     repeat. Hollow marks are ablations."""
     names, loads, temperatures = (_distinct(rows, key) for key in ("policy", "load", "temperature"))
     size = (2.1 * len(loads) + 1.4, 0.29 * len(names) + 1.4)
-    figure, grid = plt.subplots(1, len(loads), sharey=True, squeeze=False, figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(1, len(loads), sharey=True, squeeze=False)
     for (load, temperature), group in groups(rows).items():
         axes, index = grid[0, loads.index(load)], temperatures.index(temperature)
         reference = next(row for row in group if row["policy"] == REFERENCE)

@@ -10,17 +10,21 @@ import hashlib
 import json
 import struct
 import time
-from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import grpc
+import numpy as np
 from tritonclient.grpc import service_pb2_grpc
 from tritonclient.grpc.service_pb2 import ModelInferRequest  # pyright: ignore[reportAttributeAccessIssue]
+from tritonclient.utils import triton_to_np_dtype
 
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab.answers import Answer, Job
+from faser_backend.triton.tensors import LLMAPI_INPUTS, PREPROCESSING_INPUTS, TEXT_INPUTS, TOKEN_INPUTS
 
 CONNECT_TIMEOUT_S = 10.0
+TYPES = {spec.name: spec.data_type for spec in (*TEXT_INPUTS, *TOKEN_INPUTS, *LLMAPI_INPUTS, *PREPROCESSING_INPUTS)}
 Received = tuple[float, Any]  # arrival in seconds, and the response
 NUM_TOKENS = "num_output_tokens"  # of a response
 COUNTERS = {  # of the request so far
@@ -33,29 +37,62 @@ class RefusedError(FaserError):
     """The server answered with an error."""
 
 
+class Tensor(NamedTuple):
+    """An input of a request; kind: Triton's data type without its prefix."""
+
+    kind: str
+    shape: list[int]
+    values: list[Any]
+
+    def head(self, name: str) -> dict[str, Any]:
+        """Returns the tensor without its values, as messages over gRPC and HTTP carry it."""
+        return {"name": name, "datatype": "BYTES" if self.kind == "STRING" else self.kind, "shape": self.shape}
+
+    @property
+    def raw(self) -> bytes:
+        if self.kind != "STRING":
+            return np.array(self.values, triton_to_np_dtype(self.kind)).tobytes()
+        texts = [value if isinstance(value, bytes) else str(value).encode() for value in self.values]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+
+
+def tensors_of(prompts: Sequence[Mapping[str, Any]], *, has_batch: bool = True) -> dict[str, Tensor]:
+    """Returns the tensors of prompts. Each prompt maps the same names to a value or a list of values."""
+    found = {}
+    for name in prompts[0]:
+        rows = [values[name] if isinstance(values[name], list) else [values[name]] for values in prompts]
+        shape = [len(rows), len(rows[0])] if has_batch else [len(rows[0])]
+        found[name] = Tensor(TYPES[name], shape, [value for row in rows for value in row])
+    return found
+
+
+def as_request(tree: Mapping[str, Any]) -> Any:
+    """Returns a gRPC message of these fields that requests a countable end."""
+    request = ModelInferRequest(**tree)
+    request.parameters["triton_enable_empty_final_response"].bool_param = True
+    return request
+
+
+def tensor_request(model: str, *prompts: Mapping[str, Any], request_id: str = "", has_batch: bool = True) -> Any:
+    """Returns the request for prompts as tensors_of takes them."""
+    tensors = tensors_of(prompts, has_batch=has_batch)
+    inputs, raw = [tensor.head(name) for name, tensor in tensors.items()], [tensor.raw for tensor in tensors.values()]
+    return as_request({"model_name": model, "id": request_id, "inputs": inputs, "raw_input_contents": raw})
+
+
 def make_request(job: Job, number: int, model: str = "ensemble") -> Any:
     """Returns a text model's request for a job. end_id -1 is no token, so that only max_tokens ends a completion."""
-    content = json.dumps([{"role": "user", "content": job.prompt}]) if job.is_chat else job.prompt
-    prompt = content.encode()
-    fields = [
-        ("messages" if job.is_chat else "text_input", "BYTES", struct.pack("<I", len(prompt)) + prompt),
-        ("max_tokens", "INT32", struct.pack("<i", job.max_tokens)),
-        ("temperature", "FP32", struct.pack("<f", job.temperature)),
-        ("top_p", "FP32", struct.pack("<f", 1.0)),  # without it or top_k, a text model decodes greedily
-        ("seed", "UINT64", struct.pack("<Q", job.seed)),
-        *([] if job.is_chat else [("end_id", "INT32", struct.pack("<i", -1))]),
-        ("stream", "BOOL", b"\x01"),
-        ("exclude_input_in_output", "BOOL", b"\x01"),
-        ("return_perf_metrics", "BOOL", b"\x01"),
-        (f"return_{NUM_TOKENS}", "BOOL", b"\x01"),
-    ]
-    request = ModelInferRequest(model_name=model, id=str(number))
-    for name, kind, raw in fields:
-        request.inputs.add(name=name, datatype=kind, shape=[1, 1])
-        request.raw_input_contents.append(raw)
+    flags = ("stream", "exclude_input_in_output", "return_perf_metrics", f"return_{NUM_TOKENS}")
+    values = {"max_tokens": job.max_tokens, "temperature": job.temperature, "seed": job.seed}
+    values |= {"top_p": 1.0}  # without it or top_k, a text model decodes greedily
+    values |= dict.fromkeys(flags, True)
+    if job.is_chat:
+        values["messages"] = json.dumps([{"role": "user", "content": job.prompt}])
+    else:
+        values |= {"text_input": job.prompt, "end_id": -1}
+    request = tensor_request(model, values, request_id=str(number))
     for name in ["text_output", NUM_TOKENS, *COUNTERS.values()]:
         request.outputs.add(name=name)
-    request.parameters["triton_enable_empty_final_response"].bool_param = True
     return request
 
 
@@ -106,7 +143,7 @@ async def ask(stream: Any, incoming: AsyncIterator[Any], request: Any) -> list[R
 
 
 async def run_client(
-    stub: Any, jobs: Iterator[tuple[int, Any]], answers: list[tuple[float, list[Received]] | None]
+    stub: Any, jobs: Iterator[tuple[int, Any]], answers: dict[int, tuple[float, list[Received]]]
 ) -> None:
     """Runs one client, which sends its next job when the previous one is answered."""
     stream = stub.ModelStreamInfer()
@@ -120,10 +157,10 @@ async def run_client(
 async def run_jobs(url: str, jobs: list[Job], num_clients: int) -> tuple[list[Answer], float]:
     """Runs num_clients streams until all jobs are answered. Returns answers and seconds."""
     requests = iter(list(enumerate(make_request(job, number) for number, job in enumerate(jobs))))
-    answers: list[tuple[float, list[Received]] | None] = [None] * len(jobs)
+    answers: dict[int, tuple[float, list[Received]]] = {}
     async with grpc.aio.insecure_channel(url) as channel:
         stub = await connected(channel, url)
         start = time.perf_counter()
         await asyncio.gather(*(run_client(stub, requests, answers) for _ in range(num_clients)))
         seconds = time.perf_counter() - start
-    return [read_answer(*answer) for answer in answers if answer is not None], seconds
+    return [read_answer(*answers[number]) for number in range(len(jobs))], seconds

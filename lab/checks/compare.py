@@ -136,10 +136,8 @@ def draw(rows: Sequence[Row], stem: Path, *, joins_places: bool = False) -> list
 
     joins_places: a bar per contestant, with the median over all.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")  # files only: no window system is needed
-    import matplotlib.pyplot as plt
+    from matplotlib import style
+    from matplotlib.figure import Figure
 
     least = min(row["temperature"] for row in rows)
     found: dict[str, dict[int, list[float]]] = {}
@@ -151,9 +149,9 @@ def draw(rows: Sequence[Row], stem: Path, *, joins_places: bool = False) -> list
     clients = sorted({count for heights in bars.values() for count in heights})
     width = 0.86 / len(bars)
     paths = []
-    for shade, style in SHADES.items():
-        with plt.style.context([style, {"font.size": 9.5, "axes.axisbelow": True}]):
-            figure, axes = plt.subplots(figsize=(9.0, 3.6))
+    for shade, sheet in SHADES.items():
+        with style.context([sheet, {"font.size": 9.5, "axes.axisbelow": True}]):
+            axes = (figure := Figure(figsize=(9.0, 3.6))).subplots()
             for index, (name, heights) in enumerate(bars.items()):
                 positions = [clients.index(count) + (index - (len(bars) - 1) / 2) * width for count in heights]
                 colour = COLOURS[index % len(COLOURS)]
@@ -166,7 +164,6 @@ def draw(rows: Sequence[Row], stem: Path, *, joins_places: bool = False) -> list
             axes.legend(frameon=False, fontsize=8.5, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=4)
             paths.append(stem.with_name(f"{stem.name}_{shade}.png"))
             figure.savefig(paths[-1], dpi=150, transparent=True, bbox_inches="tight", metadata={"Software": None})
-            plt.close(figure)
     return paths
 
 

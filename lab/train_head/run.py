@@ -6,12 +6,9 @@ import json
 import os
 from pathlib import Path
 
-import matplotlib
 import numpy as np
-
-matplotlib.use("Agg")
 import torch
-from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from faser_backend.core.errors import ConfigError
@@ -92,7 +89,8 @@ def print_line(line: str) -> None:
 def draw_curve(path: Path, progress: Progress) -> None:
     """Draws the loss, and on held-out dialogues the agreement by depth and, of blocks, by chance."""
     num_panels = 2 + bool(progress.bins)
-    figure, (left, right, *last) = plt.subplots(1, num_panels, figsize=(5 * num_panels, 4), layout="constrained")
+    figure = Figure(figsize=(5 * num_panels, 4), layout="constrained")
+    left, right, *last = figure.subplots(1, num_panels)
     left.plot([rows / 1e6 for rows, _ in progress.losses], [loss for _, loss in progress.losses], linewidth=1)
     left.set(xlabel="rows learned from (millions)", ylabel="cross-entropy of depth 1 (nats)")
     at, shares = [rows / 1e6 for rows, _, _ in progress.checks], [shares for _, shares, _ in progress.checks]
@@ -105,4 +103,3 @@ def draw_curve(path: Path, progress: Progress) -> None:
         axes.scatter(given, agreed, 400 * num_tokens / num_tokens.sum() + 5)
         axes.set(xlabel="chance that the draft gives, last check; area: tokens", ylabel="agreement with the target")
     figure.savefig(path, dpi=110)
-    plt.close(figure)

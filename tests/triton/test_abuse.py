@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import pytest
 
 from faser_backend.lab.abuse.cases import CONTRACTS, Case, make_case
-from faser_backend.lab.abuse.clients import Reply, judge, make_request
+from faser_backend.lab.abuse.clients import Reply, judge
 from faser_backend.lab.abuse.faults import Outcome, kill_process
 from faser_backend.lab.abuse.fuzz import fuzz
 from faser_backend.lab.abuse.served import Served, Usage, serving
 from faser_backend.lab.abuse.soak import EVERYTHING, SERVE_OPTIONS, Sample, Soak, growth, sample, soak
+from faser_backend.lab.bench.wire import tensor_request
 from tests.text.test_structured_output import SCHEMAS
 
 SOAK_S, NUM_CASES = 4.0, 50  # of the latter for each contract
@@ -41,7 +42,7 @@ def test_fuzz_cases_and_hostile_schemas_disturb_nobody(server: Served):
     def with_schema(number: int) -> Case:
         guide = json.dumps(list(SCHEMAS.values())[number % len(SCHEMAS)])
         guided = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": guide}
-        return Case(guide, make_request("ensemble", {"text_input": "x = ", "max_tokens": 24, **guided}))
+        return Case(guide, tensor_request("ensemble", {"text_input": "x = ", "max_tokens": 24, **guided}))
 
     found = fuzz(server, CONTRACTS[0], with_schema, range(12))
     assert found.broken == [] and max(found.waits) < 2.0  # five times what an idle machine takes
