@@ -22,7 +22,7 @@ from faser_backend.lab.abuse.cases import CONTRACTS, TARGETS, Case, make_case
 from faser_backend.lab.abuse.clients import PAUSE_S, TIMEOUT_S, GrpcClient, Neighbour, Reply, ask_http
 from faser_backend.lab.abuse.served import Served, end_servers_on_sigterm, note, report, serving
 from faser_backend.lab.bench.wire import tensor_request
-from faser_backend.lab.checks.options import make_parser
+from faser_backend.lab.checks.options import count, make_parser
 
 NUM_CLIENTS = 4
 MODES = ("--decoupled", "--no-decoupled")  # streams, unary calls
@@ -142,12 +142,10 @@ def afterwards(served: Served, neighbour: Neighbour) -> Iterator[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__, "seed")
-    parser.add_argument("--cases", type=int, default=10_000, help="Send this many, a quarter per contract and mode.")
+    parser.add_argument("--cases", type=count, default=10_000, help="Send this many, a quarter per contract and mode.")
     parser.add_argument("--only", type=int, help="Send only this case of the seed.")
     args = parser.parse_args(arguments)
     end_servers_on_sigterm()
-    if args.cases < 1:
-        parser.error(f"--cases {args.cases}: must be at least 1")
     outcomes, servers = [], [(contract, mode) for contract in CONTRACTS for mode in MODES]
     for contract, mode in servers:
         numbers = [args.only] if args.only is not None else range(-(-args.cases // len(servers)))

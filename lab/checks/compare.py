@@ -28,7 +28,7 @@ from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab import environment
 from faser_backend.lab.answers import Job, jobs_of
 from faser_backend.lab.bench.measure import Served, measure
-from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, integers, make_parser
+from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, make_parser
 from faser_backend.lab.checks.servers import LoadClient, Run, serve_all
 from faser_backend.lab.contestants import split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess
@@ -70,8 +70,8 @@ def measure_loads(
     serve: Field, names: Sequence[str], prompts: list[Prompt], args: argparse.Namespace, place: str
 ) -> Iterator[Row]:
     """Measures every temperature and number of clients that the command line names; a line per row on stderr."""
-    for temperature in map(float, args.temperatures.split(",")):
-        for clients in integers(args.clients):
+    for temperature in args.temperatures:
+        for clients in args.clients:
             jobs = jobs_of(prompts, max(args.jobs, 2 * clients), args.max_tokens, temperature, args.seed)
             warm = [replace(job, max_tokens=min(WARM_TOKENS, job.max_tokens)) for job in jobs[: max(2, clients)]]
             list(serve(names, warm, clients))  # allocations and first calls of new shapes are not measured
@@ -105,7 +105,7 @@ def contestants(engine_dirs: Sequence[Path], policies: Sequence[str]) -> dict[st
 def measure_process(
     named: Mapping[str, tuple[Path, str]], prompts: list[Prompt], args: argparse.Namespace
 ) -> Iterator[Row]:
-    most = max(integers(args.clients))
+    most = max(args.clients)
     with closing(InProcess(args.engine_dirs[0])) as place:
         for name, (directory, policy) in named.items():
             place.open(name, config_of(policy, max_num_seqs=most, num_threads=args.threads), directory)
@@ -117,7 +117,7 @@ def measure_servers(
 ) -> Iterator[Row]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-compare-")))
-        most = max(EngineConfig().max_num_seqs, *integers(args.clients))
+        most = max(EngineConfig().max_num_seqs, *args.clients)
         common = ["--no-prefix-reuse", "--max-num-seqs", str(most)]
         common += [] if args.threads is None else ["--num-threads", str(args.threads)]
         options = {}
@@ -193,11 +193,10 @@ def described(engine_dir: Path) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = make_parser(
         __doc__, "seed", "output", "serve-options", policies="none,fixed:1,fixed:2,fixed:4,faser", clients="1,4,16",
-        temperatures="0,0.8", threads=None, repeats=2, max_tokens=64, name="compare",
+        temperatures="0,0.8", jobs=12, threads=None, repeats=2, max_tokens=64, name="compare",
     )  # fmt: skip
     parser.add_argument("engine_dirs", type=Path, nargs="*", help="default: the demo pair, built here")
     parser.add_argument("--places", default="process", help=f"of {','.join(PLACES)}")
-    parser.add_argument("--jobs", type=int, default=12, help="answers of a load at least, two for each client")
     parser.add_argument("--url", action="append", default=[], help="HOST:PORT of a server's gRPC; takes part in triton")
     add_prompt_options(parser)
     args = parser.parse_args(argv)

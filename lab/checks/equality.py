@@ -23,7 +23,7 @@ from faser_backend.core.request import FinishReason, Request
 from faser_backend.cpu.noise import GumbelNoise, seed_keys
 from faser_backend.lab import environment
 from faser_backend.lab.answers import jobs_of
-from faser_backend.lab.checks.options import make_parser
+from faser_backend.lab.checks.options import count, make_parser
 from faser_backend.lab.checks.target import OpenTarget
 from faser_backend.lab.drive import InProcess, write_all
 from faser_backend.lab.prompts import DEMO_PROMPTS, interleaved
@@ -162,7 +162,7 @@ class Reference:
 
 def main() -> int:
     parser = make_parser(__doc__, "engine-dir", "output", max_tokens=64, name="equality")
-    parser.add_argument("--num-prompts", type=int, default=64)
+    parser.add_argument("--num-prompts", type=count, default=64)
     parser.add_argument("--ways", default="", help="only ways whose name contains this")
     args = parser.parse_args()
     engine_dir = args.engine_dir or demo_engine_dir()

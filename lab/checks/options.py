@@ -12,14 +12,31 @@ from faser_backend.lab.places import RESULTS
 from faser_backend.lab.prompts import PromptLimits, PromptSet, load_prompt_set
 from faser_backend.manifest import EngineManifest
 
+
+def count(text: str) -> int:
+    """Reads a number of at least 1."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number}: must be at least 1")
+    return number
+
+
+def counts(text: str) -> list[int]:
+    return [count(part) for part in text.split(",") if text]
+
+
+def numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 SHARED: dict[str, dict[str, Any]] = {
     "engine-dir": {"type": Path, "help": "default: the demo pair, built here"},
     "policies": {"help": "separated by commas; the first is the reference"},
-    "clients": {"help": "requests in flight, separated by commas"},
-    "temperatures": {"help": "separated by commas"},
-    "threads": {"type": int, "help": "threads of each engine, server or call"},
-    "repeats": {"type": int},
-    "max-tokens": {"type": int, "help": "tokens of an answer"},
+    "clients": {"type": counts, "help": "requests in flight, separated by commas"},
+    "temperatures": {"type": numbers, "help": "separated by commas"},
+    "jobs": {"type": count, "help": "answers of a load at least, two for each client"},
+    "threads": {"type": count, "help": "threads of each engine, server or call"},
+    "repeats": {"type": count},
+    "max-tokens": {"type": count, "help": "tokens of an answer"},
     "seed": {"type": int, "default": 0},
     "serve-options": {"default": "", "help": "more options for `faser serve`, separated by spaces"},
     "name": {"help": "stem of the files"},
@@ -36,10 +53,6 @@ def make_parser(doc: str | None, *names: str, **defaults: Any) -> argparse.Argum
             options["default"] = defaults[name.replace("-", "_")]
         parser.add_argument(f"--{name}", **options)
     return parser
-
-
-def integers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
 
 
 def add_prompt_options(parser: argparse.ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from faser_backend.lab.bench.report import MachineLimits
-from faser_backend.lab.checks.options import integers, make_parser
+from faser_backend.lab.checks.options import counts, make_parser
 from faser_backend.lab.checks.target import OpenTarget
 
 CONTEXT = 128  # tokens before the rows
@@ -28,20 +28,19 @@ PROMPT_ROWS = 256  # of a call; in larger ones, results leave the caches between
 def main() -> None:
     parser = make_parser(__doc__, repeats=30, threads=len(os.sched_getaffinity(0)))
     parser.add_argument("engine_dir", type=Path)
-    parser.add_argument("--rows", default="1,6,16", help="of a call, separated by commas")
-    parser.add_argument("--prompts", default="", help="tokens of whole prompts, separated by commas")
+    parser.add_argument("--rows", type=counts, default="1,6,16", help="of a call, separated by commas")
+    parser.add_argument("--prompts", type=counts, default="", help="tokens of whole prompts, separated by commas")
     args = parser.parse_args()
-    counts, rates = integers(args.rows), []
-    times: dict[int, list[float]] = {count: [] for count in counts}
-    prompts = integers(args.prompts) if args.prompts else []
-    prompt_times: dict[int, list[float]] = {count: [] for count in prompts}
-    longest = max(CONTEXT + max(counts), *prompts, 0)
+    rates: list[tuple[float, float]] = []
+    times: dict[int, list[float]] = {count: [] for count in args.rows}
+    prompt_times: dict[int, list[float]] = {count: [] for count in args.prompts}
+    longest = max(CONTEXT + max(times), *prompt_times, 0)
     with (
         closing(MachineLimits(args.threads)) as limits,
         closing(OpenTarget(args.engine_dir, longest, num_threads=args.threads, is_filled=True)) as target,
     ):
         model, rng = target.manifest.target, np.random.default_rng(0)
-        tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in {*counts, *prompts}}
+        tokens = {count: rng.integers(model.spec.vocab_size, size=count) for count in {*times, *prompt_times}}
 
         def call_ms(count: int, context: int, num_logits: int, most_rows: int) -> float:
             began = time.perf_counter()
@@ -49,7 +48,7 @@ def main() -> None:
                 target.logits(tokens[count][first : first + most_rows], context + first, num_logits)
             return 1e3 * (time.perf_counter() - began)
 
-        calls = [(count, CONTEXT, count, count) for count in counts]
+        calls = [(count, CONTEXT, count, count) for count in times]
         for call in calls:
             call_ms(*call)
         for _ in range(args.repeats):
@@ -57,8 +56,8 @@ def main() -> None:
             for call in calls:
                 call_ms(*call)  # weights and rows of the limits leave the caches
                 times[call[0]].append(call_ms(*call))
-            for count in prompts:
-                prompt_times[count].append(call_ms(count, 0, 1, PROMPT_ROWS))
+            for count, found in prompt_times.items():
+                found.append(call_ms(count, 0, 1, PROMPT_ROWS))
     bandwidth, peak = map(statistics.median, zip(*rates, strict=True))
     quartiles = {count: np.percentile(found, (25, 50, 75)) for count, found in times.items()}
     floor_ms = 1e3 * model.num_weight_bytes / bandwidth
@@ -70,7 +69,7 @@ def main() -> None:
     for count, (low, middle, high) in quartiles.items():
         print(
             f"{count:5d} rows {middle:8.2f} ms ({low:.2f} to {high:.2f}), {middle / floor_ms:.2f}x reading the "
-            f"weights, {middle / quartiles[counts[0]][1]:.2f}x the call of {counts[0]}"
+            f"weights, {middle / quartiles[args.rows[0]][1]:.2f}x the call of {args.rows[0]}"
         )
     for count, found in prompt_times.items():
         print(f"a prompt of {count} tokens {statistics.median(found):8.2f} ms")

@@ -19,7 +19,7 @@ from typing import Any
 
 from faser_backend.core.errors import FaserError
 from faser_backend.lab.checks.compare import measure_loads, one_after_the_other, write
-from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, integers, make_parser
+from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, make_parser
 from faser_backend.lab.peers.files import ModelFiles, model_files, smollm2
 from faser_backend.lab.peers.programs import PIECES, Setting, ours, started
 from faser_backend.lab.prompts import PromptSet
@@ -30,22 +30,18 @@ from faser_backend.text.prompts import read_prompts
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the options. A wrong one ends the program with one line that names it."""
     parser = make_parser(
-        __doc__, "seed", "output", clients="1,4,16", temperatures="0", threads=2, repeats=3, max_tokens=64,
+        __doc__, "seed", "output", clients="1,4,16", temperatures="0", jobs=16, threads=2, repeats=3, max_tokens=64,
         name="peers",
     )  # fmt: skip
     add_prompt_options(parser)
     parser.add_argument("--only", default=",".join(PIECES), help="Measure only these pieces, separated by commas.")
     parser.add_argument("--target", type=Path, help="Measure this GGUF file (default: SmolLM2).")
     parser.add_argument("--head", type=Path, help="Draft with this EAGLE-3 head in ours.")
-    parser.add_argument("--jobs", type=int, default=16, help="Ask for at least this many answers per load.")
     args = parser.parse_args(argv)
     args.only = args.only.split(",")
     unknown = [name for name in args.only if name not in PIECES]
     if unknown:
         raise SystemExit(f"error: --only = {','.join(unknown)!r}: unknown; known are {', '.join(PIECES)}")
-    for name in ("repeats", "jobs", "max_tokens", "threads"):
-        if getattr(args, name) < 1:
-            raise SystemExit(f"error: --{name.replace('_', '-')} = {getattr(args, name)}: must be at least 1")
     return args
 
 
@@ -61,7 +57,7 @@ def measure_piece(
     longest = max(len(prompt.token_ids) for prompt in asked.prompts) + args.max_tokens
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="faser-peers-")))
-        setting = Setting(files, piece.weights, folder, args.threads, max(integers(args.clients)), longest)
+        setting = Setting(files, piece.weights, folder, args.threads, max(args.clients), longest)
         peers = started(stack, setting, piece.start, piece.modes)
         runs = ours(stack, setting) | peers
         yield from measure_loads(one_after_the_other(runs), list(runs), asked.prompts, args, name)

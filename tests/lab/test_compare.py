@@ -23,6 +23,23 @@ from tests.support.gguf_models import write_gguf
 from tests.support.tiny_models import random_model
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("clients", "4,0", "0: must be"),
+        ("clients", "x", "'x'"),
+        ("repeats", "0", "0: must be"),
+        ("jobs", "-1", "-1: mu"),
+    ],
+)
+def test_a_number_of_nothing_is_refused(option: str, value: str, reason: str, capsys) -> None:
+    for program in (compare, peers):
+        with pytest.raises(SystemExit):
+            program.main([f"--{option}={value}"])
+        error = capsys.readouterr().err
+        assert f"argument --{option}: " in error and reason in error
+
+
 def test_names_say_who_drafts() -> None:
     for name, policy, draft in (("faser", "faser", "auto"), ("fixed:5 (model+ngram)", "fixed:5", "model+ngram")):
         config = compare.config_of(name, max_num_seqs=4)
