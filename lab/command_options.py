@@ -28,7 +28,7 @@ class BenchOptions(OptionTable):
     max_prompt_tokens: int | None = option(
         None, "Leave out prompts of more tokens, template included.", unset="what fits the context"
     )
-    seed: int = option(0, SEED)
+    seed: int = option(0, SEED, ge=0)
     budget_s: float | None = option(None, PROFILE["budget_s"])
     draft: DraftSource = option("auto", ENGINE["draft"])
     num_threads: int | None = option(None, ENGINE["num_threads"])
@@ -49,7 +49,7 @@ class ReplayOptions(OptionTable):
     tokenizer: Path | None = option(None, "Measure prompts with this tokenizer.json.", unset="the served engine's")
     prompts: Path | None = option(None, PROFILE["prompts"], unset="the demo pair's")
     temperature: float = option(0.8, SAMPLING["temperature"], section="Options")
-    seed: int = option(0, SEED)
+    seed: int = option(0, SEED, ge=0)
 
 
 class SimulateOptions(OptionTable):
@@ -71,5 +71,5 @@ class SimulateOptions(OptionTable):
     exit_auc: float | None = option(None, "Set how well exits predict rejection, as AUC.")
     max_num_seqs: int = option(256, ENGINE["max_num_seqs"], section="Options")
     max_prefill_tokens: int = option(2048, "Prefill at most this many prompt tokens per step.")
-    seed: int = option(0, SEED)
+    seed: int = option(0, SEED, ge=0)
     output: Path = option(Path("faser-simulation"), OUTPUT)

@@ -13,9 +13,10 @@ from typing import Any
 import openai
 import pytest
 
+from faser_backend.lab.abuse.served import metric
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import arguments
-from tests.support.clients import metric, wait_for_free_blocks
+from tests.support.clients import wait_for_free_blocks
 from tests.support.served import serve as serve_one
 from tests.support.serving_pair import build_pair
 

@@ -20,8 +20,8 @@ from faser_backend.serving.processes import arguments, children, is_running
 OPENAI = "the OpenAI server"
 MAX_SHOWN = 20  # broken promises in words; the rest are counted
 _STUB = "triton_python_backend_stub"
-_BLOCKS, _REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"
-_SPECULATION = "nv_trt_llm_speculative_decoding_metrics"
+BLOCKS, REQUESTS = "nv_trt_llm_kv_cache_block_metrics", "nv_trt_llm_request_metrics"  # families of gauges
+SPECULATION = "nv_trt_llm_speculative_decoding_metrics"
 
 
 class Usage(NamedTuple):
@@ -32,18 +32,13 @@ class Usage(NamedTuple):
     resident_mib: float
 
 
-def memory_mib(pid: int, line: str = "VmRSS") -> float:
-    """Reads VmRSS, or VmHWM: the peak since 5 was written to `clear_refs`. Raises OSError or StopIteration after its
-    end."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
-
-
 def usage(pid: int) -> Usage | None:
     """Returns a process's usage, or None after its end."""
     try:
         num_threads, num_handles = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("task", "fd"))
-        return Usage(num_threads, num_handles, memory_mib(pid))
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        resident_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
+        return Usage(num_threads, num_handles, resident_kib / 1024)
     except (OSError, StopIteration):
         return None
 
@@ -85,25 +80,12 @@ class Served(Server):
             return True
         return False
 
-    def metric(self, family: str, value: str) -> float:
-        """Returns the gauge of `family` whose label holds `value`. Raises LookupError."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[2]}/metrics", timeout=10) as response:
-            for line in response.read().decode().splitlines():
-                if line.startswith(f"{family}{{") and f'="{value}"' in line:
-                    return float(line.rsplit(" ", 1)[1])
-        raise LookupError(f"{family} has no {value}")
-
-    @property
-    def num_preemptions(self) -> int:
-        """Returns preemptions since the server's start."""
-        return int(self.metric(_SPECULATION, "preemptions"))
-
     def blocks_in_use_when_quiet(self, timeout_s: float) -> float:
         """Waits until no request is active and no KV block in use. Returns the blocks still in use."""
         deadline_s = time.monotonic() + timeout_s
         while True:
-            num_used = self.metric(_BLOCKS, "used")
-            if (not num_used and not self.metric(_REQUESTS, "active")) or time.monotonic() > deadline_s:
+            num_used = metric(self.ports[2], BLOCKS, "used")
+            if (not num_used and not metric(self.ports[2], REQUESTS, "active")) or time.monotonic() > deadline_s:
                 return num_used
             time.sleep(0.1)
 
@@ -112,6 +94,15 @@ class Served(Server):
         known = self.processes() if self.process.poll() is None else {}
         self.stop()
         return kill_leftovers(known)
+
+
+def metric(port: int, family: str, value: str) -> float:
+    """Returns the metric of `family` with a label of this value. Raises LookupError."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        for line in response.read().decode().splitlines():
+            if line.startswith(f"{family}{{") and f'="{value}"' in line:
+                return float(line.rsplit(" ", 1)[1])
+    raise LookupError(f"{family} has no {value}")
 
 
 def kill_leftovers(processes: Mapping[str, int], wait_s: float = 3.0) -> list[str]:

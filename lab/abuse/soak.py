@@ -23,7 +23,17 @@ import numpy as np
 from faser_backend.lab.abuse.cases import PROMPT, make_case, pick
 from faser_backend.lab.abuse.clients import GrpcClient, Reply, ask_http, judge
 from faser_backend.lab.abuse.fuzz import send
-from faser_backend.lab.abuse.served import Served, Usage, end_servers_on_sigterm, note, report, serving, usage
+from faser_backend.lab.abuse.served import (
+    SPECULATION,
+    Served,
+    Usage,
+    end_servers_on_sigterm,
+    metric,
+    note,
+    report,
+    serving,
+    usage,
+)
 from faser_backend.lab.bench.wire import tensor_request
 from faser_backend.lab.checks.options import make_parser
 from faser_backend.lab.tables import markdown_table
@@ -250,7 +260,7 @@ def soak(served: Served, seconds: float, num_pauses: int, seed: int) -> Soak:
     if served.is_ready():
         if ask_alone(alone) != expected:
             note(result.broken, ["afterwards, alone: other answers than before"])
-        result.num_preemptions = served.num_preemptions
+        result.num_preemptions = int(metric(served.ports[2], SPECULATION, "preemptions"))
     for each in (alone, *(client.grpc for client in clients)):
         each.close()
     note(result.broken, [*growth(result.samples), *(f"{each}: never happened" for each in result.missing)])

@@ -88,10 +88,10 @@ class BenchRun:
         self._manifest = EngineManifest.load(self._engine_dir)
         self._prompts = self._load_prompts()
         self._sizing = replace(sizing, num_categories=len({prompt.category for prompt in self._prompts.prompts}))
-        self._ensure_profile()
         self._workload = self._make_workload()
-        self._meta: dict[str, Any] = environment.describe(options.seed)
         self._memory = plan_memory(self._manifest, len(self._contestants) + 1)  # one more for timelines
+        self._meta: dict[str, Any] = environment.describe(options.seed)
+        self._ensure_profile()
 
     def run(self, command: str) -> BaseException | None:
         """Returns the error or interrupt after which the rest was not measured. Raises it if nothing had been."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from faser_backend.cli.doctor import examine
 from faser_backend.lab.gpu.harness import Context, Result
 
@@ -13,22 +11,18 @@ def device(context: Context) -> Result:
     found: Result = {"doctor": [{"name": each.name, "found": each.detail} for each in examine()]}
     context.save(found)
     if context.is_cuda:
-        found["properties"] = _properties()
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        free, total = torch.cuda.mem_get_info()
+        found["properties"] = {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "num_sms": properties.multi_processor_count,
+            "l2_mib": getattr(properties, "L2_cache_size", 0) / 2**20,
+            "memory_gib": total / 2**30,
+            "free_gib": free / 2**30,
+            "cuda": torch.version.cuda,
+            "stream_priorities": list(torch.cuda.Stream().priority_range()),
+        }
     return found
-
-
-def _properties() -> dict[str, Any]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    free, total = torch.cuda.mem_get_info()
-    return {
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "num_sms": properties.multi_processor_count,
-        "l2_mib": getattr(properties, "L2_cache_size", 0) / 2**20,
-        "memory_gib": total / 2**30,
-        "free_gib": free / 2**30,
-        "cuda": torch.version.cuda,
-        "stream_priorities": list(torch.cuda.Stream().priority_range()),
-    }

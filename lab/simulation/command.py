@@ -74,13 +74,6 @@ def check(options: SimulateOptions) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} = {value:g}: must lie in ({low:g}, {high:g})")
 
 
-def load_shares(options: SimulateOptions) -> list[float]:
-    """[] where none are asked for. Raises ConfigError."""
-    if options.loads is None:
-        return []
-    return _numbers("--loads", options.loads, "shares of a capacity in (0, 10], e.g. 0.5,0.7,0.9,1.2", 10.0)
-
-
 def make_trace(options: SimulateOptions) -> traces.Trace:
     """Raises ConfigError for a file that is no trace, or too short."""
     trace = traces.read_trace(options.trace, options.requests or MOST_REQUESTS, may_be_shorter=options.requests is None)
@@ -131,7 +124,9 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     check(options)
     contestants, missing = simulated_contestants(None if options.policies is None else split_names(options.policies))
     check_output(options.output, REPORT_BYTES)
-    shares = load_shares(options)
+    shares: list[float] = []
+    if options.loads is not None:
+        shares = _numbers("--loads", options.loads, "shares of a capacity in (0, 10], e.g. 0.5,0.7,0.9,1.2", 10.0)
     world, trace = make_world(options, make_trace(options))
     capacity: Row = {}
     loads = {"": options}  # by what the load is in words

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.errors import ConfigError
-from faser_backend.core.plan import StepRecord
 from faser_backend.core.ports import Partition, PhaseTimes
 from faser_backend.core.request import Limits, Request, Sampling
 from faser_backend.core.sequence import Sequence as RunningSequence
@@ -60,10 +59,6 @@ class SimEngine:
     engine: Engine
     clock: SimClock
     num_layers: int  # of the target
-
-    @property
-    def observers(self) -> list[Callable[[StepRecord], None]]:
-        return self.engine.step_runner.observers
 
 
 @dataclass(frozen=True, slots=True)

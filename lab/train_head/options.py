@@ -45,7 +45,7 @@ class HeadOptions(OptionTable):
     num_threads: int | None = option(None, EngineConfig.options()["num_threads"], section="Options")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Write and train on this device.")
     precision: Literal["bf16", "fp32"] = option("bf16", "Multiply matrices in this precision.")
-    seed: int = option(0, shared.SEED)
+    seed: int = option(0, shared.SEED, ge=0)
     # Not on the command line:
     dialogues_per_shard: int = 64
     max_question: int = 192

@@ -118,6 +118,8 @@ def test_a_profile_takes_a_third_of_the_budget_and_an_invalid_one_is_not_missing
     budgets, copy = [], Path(shutil.copytree(engine_dir, tmp_path / "engine"))
     monkeypatch.setattr(command, "demo_engine_dir", lambda: copy)
     monkeypatch.setattr(command, "run_profile", lambda *_, budget_s, **__: budgets.append(budget_s))
+    with pytest.raises(ConfigError, match=r"none\.csv: not readable as a trace"):  # before anything is measured
+        BenchRun(BenchOptions(output=tmp_path, trace=tmp_path / "none.csv"), TINY)
     BenchRun(BenchOptions(output=tmp_path, policies="none", budget_s=60.0), TINY)
     assert budgets == pytest.approx([20.0], abs=2.0)
     (copy / "profile.json").write_text("{}")

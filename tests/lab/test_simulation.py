@@ -45,7 +45,7 @@ def world(
 
 
 def certain(shift: float) -> AcceptanceProcess:
-    return replace(demo_process("sampled"), shift=shift)
+    return replace(demo_process("sampled"), shifts=(shift,))
 
 
 def trace_of(*lengths: tuple[int, int], gap_s: float = 0.0) -> Trace:
@@ -60,7 +60,7 @@ def run(
     longest = int(trace.num_output_tokens.max())
     sim = build_sim_engine(where, config, seed=seed, max_output_tokens=longest, policy=chosen)
     if observer is not None:
-        sim.observers.append(observer)
+        sim.engine.step_runner.observers.append(observer)
     outcome = run_open_loop(sim, trace)
     sim.engine.check_integrity()
     metrics = sim.engine.metrics()

@@ -120,6 +120,7 @@ def test_loads_are_shares_of_a_capacity_and_the_oracle_leads(csv, tmp_path):
     ("arguments", "message"),
     [
         (["--exit-auc", 0.8, "--profile", "x"], "give at most one of --exit-auc and --profile"),
+        (["--hardware", "h100", "--seed", -1], "seed = -1: Input should be greater"),
         (["--hardware", "h100"], "give either --hardware and --pair, or --profile"),
         (["--hardware", "h100", "--pair", "x", "--requests", 6], "pair = 'x': unknown; known are qwen3-32b/0.6b"),
         (["--hardware", "h100", "--pair", "qwen3-8b/0.6b", "--policies", "faser (n-grams)"], "n-grams need texts"),

@@ -16,6 +16,7 @@ import pytest
 
 from faser_backend.core.errors import ConfigError
 from faser_backend.lab.abuse.clients import ask_http
+from faser_backend.lab.abuse.served import metric
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
@@ -23,7 +24,7 @@ from faser_backend.openai.server import callers_of, run_openai
 from faser_backend.openai.tools import CallFinder, TaggedForm
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from tests.support.chat_templates import HERMES
-from tests.support.clients import metric, wait_for_free_blocks
+from tests.support.clients import wait_for_free_blocks
 from tests.support.openai_cases import (
     BASE,
     COLOUR,

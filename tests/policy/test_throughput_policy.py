@@ -73,7 +73,7 @@ def steps_of(world: ControlWorld, policy: str, monkeypatch: pytest.MonkeyPatch, 
 
     def listening(*arguments: Any, **options: Any) -> Any:
         sim = build(*arguments, **options)
-        sim.observers.append(records.append)
+        sim.engine.step_runner.observers.append(records.append)
         return sim
 
     monkeypatch.setattr(control_worlds, "build_sim_engine", listening)

@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 from tritonclient import grpc, http
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype, triton_to_np_dtype
+
+from faser_backend.lab.abuse.served import BLOCKS, REQUESTS, metric
+from faser_backend.lab.bench.wire import TYPES
 
 Arrays = dict[str, np.ndarray]
-KINDS = {"max_tokens": np.int32, "request_output_len": np.int32, "input_ids": np.int32, "input_lengths": np.int32}
-KINDS |= {"seed": np.uint64, "beam_width": np.int32, "end_id": np.int32, "num_draft_tokens": np.int32}
-KINDS |= {"sampling_param_max_tokens": np.int32, "sampling_param_seed": np.uint64, "draft_input_ids": np.int32}
-KINDS |= {"num_return_sequences": np.int32, "top_k": np.int32, "runtime_top_k": np.int32}
 NO_TOKEN = 1048576  # as an end id: only the length ends an answer
 
 
@@ -56,10 +55,8 @@ def arrays_of(*, has_batch: bool = True, **tensors: Any) -> Arrays:
     arrays = {}
     for name, value in tensors.items():
         values = value if isinstance(value, list) else [value]
-        if isinstance(values[0], str):
-            array = text(*values)
-        else:
-            array = np.array([values], bool if isinstance(values[0], bool) else KINDS.get(name, np.float32))
+        is_text = isinstance(values[0], str)
+        array = text(*values) if is_text else np.array([values], triton_to_np_dtype(TYPES[name]))
         arrays[name] = array if has_batch else array[0]
     return arrays
 
@@ -202,22 +199,12 @@ def events_of(body: str) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in body.splitlines() if line.startswith("data: ")]
 
 
-def metric(port: int, family: str, value: str) -> float:
-    """Returns the metric of `family` with a label of this value."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
-        for line in response.read().decode().splitlines():
-            if line.startswith(f"{family}{{") and f'="{value}"' in line:
-                return float(line.rsplit(" ", 1)[1])
-    raise AssertionError(f"{family} has no {value}")
-
-
 def wait_for_free_blocks(port: int, timeout_s: float = 15.0) -> None:
     """Waits until no request is active and every block is free."""
     deadline = time.monotonic() + timeout_s
-    while metric(port, "nv_trt_llm_request_metrics", "active") > 0:
+    while metric(port, REQUESTS, "active") > 0:
         assert time.monotonic() < deadline, "requests are still active"
         time.sleep(0.05)
-    blocks = "nv_trt_llm_kv_cache_block_metrics"
-    while (free := metric(port, blocks, "free")) != (total := metric(port, blocks, "max")):
+    while (free := metric(port, BLOCKS, "free")) != (total := metric(port, BLOCKS, "max")):
         assert time.monotonic() < deadline, f"{free:.0f} of {total:.0f} blocks are free"
         time.sleep(0.05)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tritonclient.utils import triton_to_np_dtype
 
 from faser_backend.triton import tensors
 from faser_backend.triton.contract import UNSUPPORTED
@@ -18,15 +19,6 @@ from tests.support.clients import Arrays, ids, one, text, text_request, token_re
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
 BEGIN, END = "<!-- conformance: written by tests/support/conformance_cases.py -->", "<!-- end of conformance -->"
-NUMPY_TYPES = {
-    "BOOL": np.bool_,
-    "UINT8": np.uint8,
-    "INT32": np.int32,
-    "INT64": np.int64,
-    "UINT64": np.uint64,
-    "FP16": np.float16,
-    "FP32": np.float32,
-}
 # Declared and ignored: they concern beams, a top_p that decays, or padding.
 WITHOUT_EFFECT = frozenset(
     {"length_penalty", "len_penalty", "early_stopping", "beam_search_diversity_rate", "pad_id"}
@@ -115,7 +107,7 @@ def _filled(model: ModelConfig, spec: TritonTensor, size: int, value: object) ->
     shape = shape if model in LLMAPI else [1, *shape]
     if spec.data_type == "STRING":
         return np.full(shape, str(value).encode(), dtype=object)
-    return np.full(shape, value, NUMPY_TYPES[spec.data_type])
+    return np.full(shape, value, triton_to_np_dtype(spec.data_type))
 
 
 class Output(NamedTuple):

@@ -22,10 +22,11 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from faser_backend.core.errors import SHUTTING_DOWN
+from faser_backend.lab.abuse.served import metric
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.triton.metrics import REQUESTS
 from faser_backend.triton.server import AdminError, Administration
-from tests.support.clients import Answer, Stream, metric, post, wait_for_free_blocks
+from tests.support.clients import Answer, Stream, post, wait_for_free_blocks
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
 
