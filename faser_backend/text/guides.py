@@ -20,7 +20,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from faser_backend.core.errors import FaserError, RequestError
+from faser_backend.core.errors import ErrorCode, FaserError, RequestError
 from faser_backend.core.request import GUIDE, Grammar
 
 GUIDE_TYPE = "guided_decoding_guide_type"
@@ -44,6 +44,7 @@ MAX_TRIED = 64  # forced tokens at the start, tried while compiling
 # As json.dumps writes: a small model that may indent does so until its tokens are spent.
 JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 Answer = TypeVar("Answer")
+OnDone = Callable[[Grammar | FaserError], None]
 _LARK_LINE = re.compile(r"\s*(%llguidance\b|start\s*:)")  # grammars without such a line are GBNF, llama.cpp's
 
 
@@ -156,26 +157,33 @@ class GuideCompiler:
         self._tokenizer_file, self._vocab_size, self.end_ids = tokenizer_file, vocab_size, end_ids
         self._tokenizer: LLTokenizer | None = None  # loaded with the first grammar, in a third of a second
         self._compiled: OrderedDict[str, LlgState] = OrderedDict()
+        self._waiting: dict[str, list[OnDone]] = {}  # by grammar
         self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(1, "guides")
-        self._free = threading.BoundedSemaphore(MAX_WAITING)
 
-    def compile_later(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
+    def compile_later(self, guide: str, on_done: OnDone) -> None:
         """Calls on_done with the grammar or its error: at once if it is compiled, else on the compiler's thread.
 
-        Raises RequestError if too many grammars wait.
+        Raises RequestError if too many grammars wait. Requests for the same grammar wait for it together.
         """
-        if (known := self._known(guide)) is not None:
+        with self._lock:
+            known = self._known(guide)
+            if known is None and guide in self._waiting:
+                self._waiting[guide].append(on_done)
+            elif known is None and len(self._waiting) < MAX_WAITING:
+                self._waiting[guide] = [on_done]
+                self._pool.submit(self._run, guide)
+            elif known is None:
+                limit = f"{MAX_WAITING} grammars wait to be compiled; retry later"
+                raise RequestError(GUIDE, "given", limit, code=ErrorCode.QUEUE_FULL)
+        if known is not None:
             on_done(known)
-        elif self._free.acquire(blocking=False):
-            self._pool.submit(self._run, guide, on_done)
-        else:
-            raise RequestError(GUIDE, "given", f"{MAX_WAITING} grammars wait to be compiled; retry later")
 
     def compile(self, guide: str) -> Grammar:
         """Compiles a guide of read_guide. Raises RequestError with the library's message."""
-        if (known := self._known(guide)) is not None:
-            return known
+        with self._lock:
+            if (known := self._known(guide)) is not None:
+                return known
         if not self.end_ids:
             raise RequestError(GUIDE, "given", "needs a model with an end token")
         if self._tokenizer is None:
@@ -198,20 +206,22 @@ class GuideCompiler:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _known(self, guide: str) -> LlgState | None:
-        with self._lock:
-            if guide in self._compiled:
-                self._compiled.move_to_end(guide)
-            return self._compiled.get(guide)
+        """Call under the lock."""
+        if guide in self._compiled:
+            self._compiled.move_to_end(guide)
+        return self._compiled.get(guide)
 
-    def _run(self, guide: str, on_done: Callable[[Grammar | FaserError], None]) -> None:
+    def _run(self, guide: str) -> None:
         try:
             result: Grammar | FaserError = self.compile(guide)
         except FaserError as error:
             result = error
         except BaseException as error:  # a panic in the library must neither end the thread nor leave a request waiting
             result = RequestError(GUIDE, "given", f"could not be compiled: {type(error).__name__}")
-        self._free.release()
-        on_done(result)
+        with self._lock:
+            waiting = self._waiting.pop(guide)
+        for on_done in waiting:
+            on_done(result)
 
 
 def _first_line(error: object) -> str:

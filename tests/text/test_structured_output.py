@@ -18,7 +18,7 @@ from faser_backend.engines.build import build_engines
 from faser_backend.pipeline.engine import Engine
 from faser_backend.serving.compose import build_engine
 from faser_backend.serving.engine_loop import EngineLoop
-from faser_backend.text.guides import MAX_GUIDE_BYTES, GuideCompiler, read_guide
+from faser_backend.text.guides import MAX_GUIDE_BYTES, MAX_WAITING, GuideCompiler, read_guide
 from faser_backend.text.tokenizer import TextTokenizer
 from tests.support.harness import Driven, drive
 from tests.support.serving_pair import END_ID, write_pair
@@ -308,6 +308,20 @@ def served(built: Built):
     yield fixture
     fixture.gate.set()
     fixture.loop.close()
+
+
+def test_only_different_grammars_count_as_waiting(served: ServedEngine) -> None:
+    guides, done = served.loop.guides, []
+    assert guides is not None
+    served.gate.clear()
+    for number in range(2 * MAX_WAITING):
+        guides.compile_later(f"not a grammar: {max(0, number - MAX_WAITING)}", done.append)
+    with pytest.raises(RequestError, match=f"{MAX_WAITING} grammars wait to be compiled; retry later") as refusal:
+        guides.compile_later("not a grammar", done.append)
+    assert refusal.value.code is ErrorCode.QUEUE_FULL
+    served.gate.set()
+    guides._pool.shutdown()
+    assert len(done) == 2 * MAX_WAITING
 
 
 def test_compiling_is_off_the_step_loop_and_may_be_cancelled(built: Built, served: ServedEngine) -> None:
