@@ -80,6 +80,8 @@ class ChatRenderer:
         """
         if self._template is None:
             raise RequestError(field, messages, NO_TEMPLATE)
+        if "developer" not in self._template:  # OpenAI's newer name of the system's role
+            messages = [one | ({"role": "system"} if one["role"] == "developer" else {}) for one in messages]
         reply = self._call(messages, tools)
         if "refusal" in reply:
             raise RequestError(field, messages, f"the chat template refuses them: {reply['refusal']}")

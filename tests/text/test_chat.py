@@ -197,6 +197,12 @@ def test_a_template_may_refuse_messages():
         render(MISTRAL, [*USER, *USER])
 
 
+def test_a_developers_message_is_the_systems_unless_the_template_knows_the_role():
+    said = [{"role": "developer", "content": "s"}, *USER]
+    assert render(CHATML, said) == render(CHATML, [{"role": "system", "content": "s"}, *USER])
+    assert "[SYSTEM]" not in render(TEMPLATES["odd"], said)
+
+
 def test_without_a_template_a_conversation_is_refused():
     with pytest.raises(RequestError, match=r"these engines came without a chat template.*--chat-template FILE"):
         TextTokenizer(TOKENIZER).encode_chat("messages", json.dumps(USER))
