@@ -222,10 +222,13 @@ class CompletionReply(ChoicesReply):
 
     def _log_probs(self, tokens: list[AnswerToken], offset: int) -> dict[str, Any]:
         """offset: characters of the choice's text before these tokens."""
-        tokenizer = self.model.tokenizer
-        tops = [{named(tokenizer, one)[0]: value for one, value in token.top} for token in tokens]
+        names = [named(self.model.tokenizer, token.token_id)[0] for token in tokens]
+        tops = [  # the answer's own token is one of them, even if it is not among the best
+            {name: token.log_prob} | {named(self.model.tokenizer, one)[0]: value for one, value in token.top}
+            for name, token in zip(names, tokens, strict=True)
+        ]
         return {
-            "tokens": [named(tokenizer, token.token_id)[0] for token in tokens],
+            "tokens": names,
             "token_logprobs": [token.log_prob for token in tokens],
             "top_logprobs": [None if token.log_prob is None else top for token, top in zip(tokens, tops, strict=True)],
             "text_offset": list(accumulate((len(token.text) for token in tokens), initial=offset))[:-1],

@@ -168,9 +168,11 @@ class BareForm(ToolForm):
 
     def finish(self) -> tuple[str, list[FunctionCall]]:
         values = _json_values(self._held.strip().removeprefix(self.MARKS[0]))
-        calls = [_call_of(value, self.arguments_key) for value in values]
+        # A JSON answer may have a name too, but no call lacks arguments.
+        keys = {self.arguments_key, "arguments"}
+        calls = [_call_of(one, self.arguments_key) for one in values if isinstance(one, dict) and one.keys() & keys]
         found = [call for call in calls if call is not None]
-        return ("", found) if found and len(found) == len(calls) else (self._held, [])
+        return ("", found) if found and len(found) == len(values) else (self._held, [])
 
 
 def form_of(template: str | None) -> type[ToolForm]:

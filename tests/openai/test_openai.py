@@ -21,7 +21,7 @@ from faser_backend.lab.checks.servers import free_ports
 from faser_backend.openai.app import PAGE
 from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, ResponsesBody
 from faser_backend.openai.server import callers_of, run_openai
-from faser_backend.openai.tools import CallFinder, TaggedForm
+from faser_backend.openai.tools import BareForm, CallFinder, TaggedForm
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
 from tests.support.chat_templates import HERMES
 from tests.support.clients import wait_for_free_blocks
@@ -165,6 +165,11 @@ def test_log_probs_of_both_endpoints_add_up(api: Api):
     assert len(tokens.tokens) == len(tokens.token_logprobs) == len(tokens.top_logprobs) == 6
     for text, value, top in zip(tokens.tokens, tokens.token_logprobs, tokens.top_logprobs, strict=True):
         assert top[text] == pytest.approx(value, abs=1e-4) and value == pytest.approx(max(top.values()), abs=1e-4)
+    sampled = (
+        ask(api, CompletionBody, prompt=[7, 8], max_tokens=6, temperature=2, seed=1, logprobs=1).choices[0].logprobs
+    )
+    for text, value, top in zip(sampled.tokens, sampled.token_logprobs, sampled.top_logprobs, strict=True):
+        assert top[text] == pytest.approx(value, abs=1e-4) and len(top) <= 2
     chat = ask(api, ChatBody, **BASE[ChatBody], temperature=0, logprobs=True, top_logprobs=2)
     for token in chat.choices[0].logprobs.content:
         assert token.token.startswith("bytes:") or token.token == bytes(token.bytes).decode()
@@ -273,6 +278,12 @@ def test_calls_and_the_text_beside_them_do_not_depend_on_steps(size: int):
     text = "".join(finder.read(piece, is_last=piece is pieces[-1])[0] for piece in pieces)
     found = [json.loads(each.arguments) for each in finder.calls]
     assert text == f"Look: \n\n{too_large} Done" and found == [{"html": "</tool_call>"}] * 2
+
+
+def test_json_with_a_name_is_a_call_only_with_arguments():
+    for written, num_calls in {'{"name": "Bob", "age": 3}': 0, '{"name": "f", "parameters": {}}': 1}.items():
+        text, calls = CallFinder(BareForm, is_single=False).read(written, is_last=True)
+        assert (len(calls), text) == (num_calls, "" if num_calls else written)
 
 
 def test_beside_tools_an_answer_that_is_no_call_keeps_to_its_format(api: Api):
