@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -20,20 +20,10 @@ from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, Response
 from faser_backend.openai.requests import Generation
 from faser_backend.openai.tools import CallFinder, FunctionCall
 from faser_backend.serving.served_model import ServedModel
-from faser_backend.text.answer_stream import AnswerPart, AnswerStream, AnswerToken, TextPiece
+from faser_backend.text.answer_stream import AnswerPart, AnswerStream, AnswerToken
 from faser_backend.text.tokenizer import TextTokenizer
 
 Event = tuple[str | None, dict[str, Any]]  # the name of a server-sent event, if it has one, and its data
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a choice that one output adds."""
-
-    text: str
-    tokens: list[AnswerToken]  # with those of an echoed prompt
-    parts: list[TextPiece]  # the answer's text by token
-    finish_reason: str | None  # "stop" or "length", in one piece
 
 
 class Answer:
@@ -42,7 +32,6 @@ class Answer:
     def __init__(self, wanted: Generation, tokenizer: TextTokenizer) -> None:
         self.wanted = wanted
         self.num_tokens = 0
-        self.finish_reason: str | None = None
         self.num_accepted_by_step: list[int] = []
         self._has_echoed = not wanted.echoes
         self._tokenizer = tokenizer
@@ -54,32 +43,36 @@ class Answer:
     def stats(self) -> RequestStats:
         return self.stream.stats or RequestStats()
 
-    def add(self, output: EngineOutput) -> Piece | None:
-        """Returns what the output adds, or None."""
-        echo = AnswerPart([]) if self._has_echoed else self._echo(output)
+    @property
+    def finish_reason(self) -> str | None:
+        """Is "stop" or "length" once the answer has ended."""
+        return self.stream.reason
+
+    def add(self, output: EngineOutput) -> AnswerPart | None:
+        """Returns what the output adds, an echoed prompt included, or None."""
+        echo = [] if self._has_echoed else self._echo(output)
         if not self.wanted.max_tokens:
             output = replace(output, token_ids=[], finish_reason=FinishReason.LENGTH)
         part = self.stream.add(output)
         self.num_tokens += len(part.tokens)
         if part.tokens:  # of one step
             self.num_accepted_by_step.append(sum(token.is_drafted for token in part.tokens))
-        finish_reason = None if self.finish_reason else self.stream.reason
-        self.finish_reason = self.finish_reason or finish_reason
-        piece = Piece(echo.text + part.text, echo.tokens + part.tokens, part.pieces, finish_reason)
-        return piece if piece.text or piece.parts or piece.finish_reason else None
+        part = part._replace(tokens=echo + part.tokens)
+        return part if part.tokens or self.finish_reason else None
 
-    def _echo(self, output: EngineOutput) -> AnswerPart:
+    def _echo(self, output: EngineOutput) -> list[AnswerToken]:
         """Returns the prompt, with its log-probabilities if the output has them."""
         self._has_echoed = True
         stream = AnswerStream(self._tokenizer)
         prompt = EngineOutput("", self.wanted.request.prompt_ids.tolist(), finish_reason=FinishReason.LENGTH)
         tokens, rest = stream.add(prompt)
+        tokens[-1] = tokens[-1]._replace(text=tokens[-1].text + rest)
         if output.context_log_probs is not None:
             for index, row in enumerate(output.context_log_probs.tolist(), 1):
                 ids, values = row[1 : 1 + NUM_CONTEXT_TOP], row[1 + NUM_CONTEXT_TOP :]
                 top = [(int(one), value) for one, value in zip(ids, values, strict=True)][: self.wanted.num_top]
                 tokens[index] = tokens[index]._replace(log_prob=row[0], top=top)
-        return AnswerPart(tokens, rest)
+        return tokens
 
 
 def speculation_of(answers: Sequence[Answer], *, is_detailed: bool) -> dict[str, Any]:
@@ -119,16 +112,16 @@ class ApiReply:
 
     def add(self, index: int, output: EngineOutput) -> list[Event] | None:
         """Takes an output of one choice. Returns its events, or None if it adds nothing."""
-        piece = self.answers[index].add(output)
-        if piece is None:
+        part = self.answers[index].add(output)
+        if part is None:
             return None
         begun, self._has_begun = [] if self._has_begun else self.begin(), True
-        return begun + self.chunk(index, piece)
+        return begun + self.chunk(index, part)
 
     def begin(self) -> list[Event]:
         return []
 
-    def chunk(self, index: int, piece: Piece) -> list[Event]:
+    def chunk(self, index: int, part: AnswerPart) -> list[Event]:
         raise NotImplementedError
 
     def end(self) -> list[Event]:
@@ -189,9 +182,9 @@ class ChoicesReply(ApiReply):
         chunk = self._frame | {"object": self.kinds[1], "choices": choices}
         return chunk | ({"usage": self.usage} if self.body.stream_options.continuous_usage_stats else {})
 
-    def _event(self, choice: dict[str, Any], piece: Piece) -> list[Event]:
+    def _event(self, choice: dict[str, Any], part: AnswerPart) -> list[Event]:
         if self.body.return_token_details:
-            choice["token_details"] = [part._asdict() for part in piece.parts]
+            choice["token_details"] = [piece._asdict() for piece in part.pieces]
         return [(None, self._chunk_of([choice]))]
 
 
@@ -200,15 +193,15 @@ class CompletionReply(ChoicesReply):
     id_prefix = "cmpl"
     body: CompletionBody
 
-    def chunk(self, index: int, piece: Piece) -> list[Event]:
-        tokens = piece.tokens if self.body.logprobs is not None else []
+    def chunk(self, index: int, part: AnswerPart) -> list[Event]:
+        text, reason = part.text, self.answers[index].finish_reason
+        tokens = part.tokens if self.body.logprobs is not None else []
         log_probs = self._log_probs(tokens, len(self._texts[index])) if tokens else None
-        self._texts[index] += piece.text
+        self._texts[index] += text
         self._tokens[index] += tokens
-        if not (piece.text or piece.finish_reason or tokens):
+        if not (text or reason or tokens):
             return []
-        choice = {"index": index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
-        return self._event(choice, piece)
+        return self._event({"index": index, "text": text, "logprobs": log_probs, "finish_reason": reason}, part)
 
     def _choice(self, index: int) -> dict[str, Any]:
         answer, wants_log_probs = self.answers[index], self.body.logprobs is not None
@@ -249,24 +242,25 @@ class ChatReply(ChoicesReply):
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [(None, self._chunk_of([{"index": index, **begun}])) for index in range(len(self.answers))]
 
-    def chunk(self, index: int, piece: Piece) -> list[Event]:
-        text, calls = self._finders[index].read(piece.text, is_last=piece.finish_reason is not None)
-        tokens = piece.tokens if self.body.logprobs else []
+    def chunk(self, index: int, part: AnswerPart) -> list[Event]:
+        reason = self.answers[index].finish_reason
+        text, calls = self._finders[index].read(part.text, is_last=reason is not None)
+        tokens = part.tokens if self.body.logprobs else []
         self._texts[index] += text
         self._tokens[index] += tokens
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:
             first = len(self._finders[index].calls) - len(calls)
             delta["tool_calls"] = [{"index": number, **call.as_dict()} for number, call in enumerate(calls, first)]
-        if not (delta or piece.finish_reason or tokens):
+        if not (delta or reason or tokens):
             return []
         choice = {
             "index": index,
             "delta": delta,
             "logprobs": self._log_probs(tokens) if tokens else None,
-            "finish_reason": self._finish_reason(index, piece.finish_reason),
+            "finish_reason": self._finish_reason(index),
         }
-        return self._event(choice, piece)
+        return self._event(choice, part)
 
     def _choice(self, index: int) -> dict[str, Any]:
         calls: list[FunctionCall] = self._finders[index].calls
@@ -278,11 +272,12 @@ class ChatReply(ChoicesReply):
             "index": index,
             "message": message,
             "logprobs": self._log_probs(self._tokens[index]) if self.body.logprobs else None,
-            "finish_reason": self._finish_reason(index, self.answers[index].finish_reason),
+            "finish_reason": self._finish_reason(index),
             "stop_reason": self.answers[index].stream.matched_stop,
         }
 
-    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+    def _finish_reason(self, index: int) -> str | None:
+        reason = self.answers[index].finish_reason
         return "tool_calls" if reason == "stop" and self._finders[index].calls else reason
 
     def _log_probs(self, tokens: list[AnswerToken]) -> dict[str, Any]:
@@ -320,9 +315,9 @@ class ResponsesReply(ApiReply):
             self._event("response.in_progress", response=self._response("in_progress", [])),
         ]
 
-    def chunk(self, index: int, piece: Piece) -> list[Event]:
-        is_last = piece.finish_reason is not None
-        text, calls = self._finder.read(piece.text, is_last=is_last)
+    def chunk(self, index: int, part: AnswerPart) -> list[Event]:
+        is_last = self.answers[index].finish_reason is not None
+        text, calls = self._finder.read(part.text, is_last=is_last)
         events = []
         if text or (is_last and not calls and not self._items):  # an answer has at least one item, which may be empty
             events += [] if self._is_open else self._open_message()
