@@ -282,7 +282,7 @@ class ResponsesBody(ConversationBody):
     @field_validator("messages", mode="before")
     @classmethod
     def _items_are_messages(cls, items: object) -> object:
-        """Puts calls that follow one another into one message."""
+        """Puts calls that follow one another, and the assistant's text before them, into one message."""
         if isinstance(items, str):
             return [{"role": "user", "content": items}]
         if not isinstance(items, list):
@@ -301,6 +301,9 @@ class ResponsesBody(ConversationBody):
             calls = None
             if kind == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
+            elif isinstance(item, Mapping) and item.get("role") == "assistant" and "tool_calls" not in item:
+                calls = []
+                messages.append({**item, "tool_calls": calls})
             else:
                 messages.append(item)
         return messages

@@ -102,7 +102,8 @@ def _for_template(name: str, message: Message) -> dict[str, Any]:
     if message.content is None and not message.tool_calls:
         raise RequestError(f"{name}.content", None, "is required")
     shown: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
-    shown |= message.model_dump(include={"name", "tool_call_id", "tool_calls"}, exclude_none=True)
+    others = message.model_dump(include={"name", "tool_call_id", "tool_calls"})
+    shown |= {name: value for name, value in others.items() if value}  # templates ask whether there are tool_calls
     for call in shown.get("tool_calls", ()):
         text = call["function"]["arguments"]
         try:

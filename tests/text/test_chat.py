@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from faser_backend.core.errors import RequestError
 from faser_backend.core.request import Limits
-from faser_backend.openai.bodies import ChatBody, check_body
+from faser_backend.openai.bodies import ChatBody, ResponsesBody, check_body
 from faser_backend.openai.requests import conversation_ids
 from faser_backend.openai.tools import shows_tools
 from faser_backend.serving.served_model import ServedModel
@@ -143,6 +143,17 @@ def test_a_template_that_shows_no_tools_is_given_them_in_words(template: str):
     unoffered = body.model_copy(update={"tool_choice": "none"})
     text = ours.decode(conversation_ids(unoffered, ours, 10_000), skips_special_tokens=False)
     assert json.dumps(WEATHER["function"]) not in text and written in text
+
+
+def test_a_message_without_calls_is_text_and_one_before_calls_is_theirs():
+    ours = TextTokenizer(TOKENIZER, PromptFormat(LLAMA_3, SPECIAL))
+    talk = [*USER, {"role": "assistant", "content": "Ja.", "tool_calls": []}, *USER]
+    assert "Ja." in ours.decode(conversation_ids(check_body(ChatBody, {"messages": talk}), ours, 10_000))
+    call = {"type": "function_call", "call_id": "1", "name": "weather", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "sunny"}
+    body = check_body(ResponsesBody, {"input": [*USER, {"role": "assistant", "content": "Wait."}, call, call, result]})
+    assert [message.role for message in body.messages] == ["user", "assistant", "tool"]
+    assert body.messages[1].content == "Wait." and len(body.messages[1].tool_calls or ()) == 2
 
 
 def test_prompts_exclude_each_other(chat_tokenizer: TextTokenizer):
