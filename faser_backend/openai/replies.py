@@ -43,11 +43,6 @@ class Answer:
     def stats(self) -> RequestStats:
         return self.stream.stats or RequestStats()
 
-    @property
-    def finish_reason(self) -> str | None:
-        """Is "stop" or "length" once the answer has ended."""
-        return self.stream.reason
-
     def add(self, output: EngineOutput) -> AnswerPart | None:
         """Returns what the output adds, an echoed prompt included, or None."""
         echo = [] if self._has_echoed else self._echo(output)
@@ -58,7 +53,7 @@ class Answer:
         if part.tokens:  # of one step
             self.num_accepted_by_step.append(sum(token.is_drafted for token in part.tokens))
         part = part._replace(tokens=echo + part.tokens)
-        return part if part.tokens or self.finish_reason else None
+        return part if part.tokens or self.stream.reason else None
 
     def _echo(self, output: EngineOutput) -> list[AnswerToken]:
         """Returns the prompt, with its log-probabilities if the output has them."""
@@ -73,30 +68,6 @@ class Answer:
                 top = [(int(one), value) for one, value in zip(ids, values, strict=True)][: self.wanted.num_top]
                 tokens[index] = tokens[index]._replace(log_prob=row[0], top=top)
         return tokens
-
-
-def speculation_of(answers: Sequence[Answer], *, is_detailed: bool) -> dict[str, Any]:
-    """Returns the acceptance of a request's drafts in the form of vLLM's `metrics.speculative_decoding`.
-
-    Steps without drafts count. num_spec_tokens is null because the speculative length varies by step.
-    """
-    steps, drafted, accepted = (
-        sum(getattr(answer.stats, name) for answer in answers) for name in ("num_steps", "num_drafted", "num_accepted")
-    )
-    by_step = [count for answer in answers for count in answer.num_accepted_by_step]
-    by_count = Counter(count for count in by_step if count)
-    histogram = [by_count[count] for count in range(max(by_count, default=0) + 1)]
-    histogram[0] = max(0, steps - sum(histogram))
-    metrics: dict[str, Any] = {
-        "mean_acceptance_length": max(1.0, sum(answer.num_tokens for answer in answers) / max(steps, 1)),
-        "draft_acceptance_rate": accepted / max(drafted, 1),
-        "acceptance_histogram": histogram,
-        "num_spec_steps": steps,
-        "num_accepted_draft_tokens": accepted,
-        "num_draft_tokens": drafted,
-        "num_spec_tokens": None,
-    }
-    return metrics | ({"per_step_accepted": by_step} if is_detailed else {})
 
 
 class ApiReply:
@@ -147,10 +118,32 @@ class ApiReply:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The acceptance of the request's drafts; empty unless the request asks for it."""
-        if (wanted := self.body.spec_decode_metrics) is None:
+        """The acceptance of the request's drafts, in the form of vLLM; empty unless the request asks for it.
+
+        Steps without drafts count. num_spec_tokens is null because the speculative length varies by step.
+        """
+        if self.body.spec_decode_metrics is None:
             return {}
-        return {"metrics": {"speculative_decoding": speculation_of(self.answers, is_detailed=wanted == "detailed")}}
+        stats = [answer.stats for answer in self.answers]
+        steps, drafted, accepted = (
+            sum(getattr(one, name) for one in stats) for name in ("num_steps", "num_drafted", "num_accepted")
+        )
+        by_step = [count for answer in self.answers for count in answer.num_accepted_by_step]
+        by_count = Counter(count for count in by_step if count)
+        histogram = [by_count[count] for count in range(max(by_count, default=0) + 1)]
+        histogram[0] = max(0, steps - sum(histogram))
+        metrics: dict[str, Any] = {
+            "mean_acceptance_length": max(1.0, sum(answer.num_tokens for answer in self.answers) / max(steps, 1)),
+            "draft_acceptance_rate": accepted / max(drafted, 1),
+            "acceptance_histogram": histogram,
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": None,
+        }
+        if self.body.spec_decode_metrics == "detailed":
+            metrics["per_step_accepted"] = by_step
+        return {"metrics": {"speculative_decoding": metrics}}
 
 
 class ChoicesReply(ApiReply):
@@ -194,7 +187,7 @@ class CompletionReply(ChoicesReply):
     body: CompletionBody
 
     def chunk(self, index: int, part: AnswerPart) -> list[Event]:
-        text, reason = part.text, self.answers[index].finish_reason
+        text, reason = part.text, self.answers[index].stream.reason
         tokens = part.tokens if self.body.logprobs is not None else []
         log_probs = self._log_probs(tokens, len(self._texts[index])) if tokens else None
         self._texts[index] += text
@@ -209,7 +202,7 @@ class CompletionReply(ChoicesReply):
             "index": index,
             "text": self._texts[index],
             "logprobs": self._log_probs(self._tokens[index], 0) if wants_log_probs else None,
-            "finish_reason": answer.finish_reason,
+            "finish_reason": answer.stream.reason,
         }
         return choice | ({"stop_reason": answer.stream.matched_stop} if answer.stream.is_stopped else {})
 
@@ -243,7 +236,7 @@ class ChatReply(ChoicesReply):
         return [(None, self._chunk_of([{"index": index, **begun}])) for index in range(len(self.answers))]
 
     def chunk(self, index: int, part: AnswerPart) -> list[Event]:
-        reason = self.answers[index].finish_reason
+        reason = self.answers[index].stream.reason
         text, calls = self._finders[index].read(part.text, is_last=reason is not None)
         tokens = part.tokens if self.body.logprobs else []
         self._texts[index] += text
@@ -277,7 +270,7 @@ class ChatReply(ChoicesReply):
         }
 
     def _finish_reason(self, index: int) -> str | None:
-        reason = self.answers[index].finish_reason
+        reason = self.answers[index].stream.reason
         return "tool_calls" if reason == "stop" and self._finders[index].calls else reason
 
     def _log_probs(self, tokens: list[AnswerToken]) -> dict[str, Any]:
@@ -316,7 +309,7 @@ class ResponsesReply(ApiReply):
         ]
 
     def chunk(self, index: int, part: AnswerPart) -> list[Event]:
-        is_last = self.answers[index].finish_reason is not None
+        is_last = self.answers[index].stream.reason is not None
         text, calls = self._finder.read(part.text, is_last=is_last)
         events = []
         if text or (is_last and not calls and not self._items):  # an answer has at least one item, which may be empty
@@ -378,7 +371,7 @@ class ResponsesReply(ApiReply):
         return response | self.metrics
 
     def _status(self) -> str:
-        return "incomplete" if self.answers[0].finish_reason == "length" else "completed"
+        return "incomplete" if self.answers[0].stream.reason == "length" else "completed"
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         body = self.body

@@ -167,17 +167,16 @@ class GuideCompiler:
         Raises RequestError if too many grammars wait. Requests for the same grammar wait for it together.
         """
         with self._lock:
-            known = self._known(guide)
-            if known is None and guide in self._waiting:
+            if (known := self._known(guide)) is None:
+                if guide not in self._waiting:
+                    if len(self._waiting) >= MAX_WAITING:
+                        limit = f"{MAX_WAITING} grammars wait to be compiled; retry later"
+                        raise RequestError(GUIDE, "given", limit, code=ErrorCode.QUEUE_FULL)
+                    self._waiting[guide] = []
+                    self._pool.submit(self._run, guide)
                 self._waiting[guide].append(on_done)
-            elif known is None and len(self._waiting) < MAX_WAITING:
-                self._waiting[guide] = [on_done]
-                self._pool.submit(self._run, guide)
-            elif known is None:
-                limit = f"{MAX_WAITING} grammars wait to be compiled; retry later"
-                raise RequestError(GUIDE, "given", limit, code=ErrorCode.QUEUE_FULL)
-        if known is not None:
-            on_done(known)
+                return
+        on_done(known)
 
     def compile(self, guide: str) -> Grammar:
         """Compiles a guide of read_guide. Raises RequestError with the library's message."""
