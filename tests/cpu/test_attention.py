@@ -32,14 +32,13 @@ ROOT = Path(__file__).resolve().parents[2]
 @cache
 def attention_kernel(head_dim: int, pool_dtype: str = "fp32", dots: int = 0) -> Kernel:
     """Returns a kernel for Python that writes keys and values, then computes items; halves are passed as uint16."""
-    pool, stamp = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C"), compilation.source_stamp()
+    pool = numba.types.Array(POOL_DTYPES[pool_dtype], 4, "C")
     arrays = (f32[3], f32[3], f32[3], pool, pool, i64[2], i64[1], i64[1], f32[3], i64[2], f32[1], i32[1])
     signature = numba.void(*arrays, numba.float32)
 
     def kernel(  # noqa: PLR0917 - kernels take their arguments by position
         q, k, v, k_pool, v_pool, block_table, cu_rows, context_lens, attended, items, space, pool_rows, scale
     ):  # fmt: skip
-        _ = stamp
         for unit in range(context_lens.size * k.shape[1]):
             b, kv_head = unit // k.shape[1], unit % k.shape[1]
             blocks, context, rows = block_table[b], context_lens[b], slice(cu_rows[b], cu_rows[b + 1])
@@ -314,19 +313,16 @@ def test_the_comparison_would_notice_a_row_that_sees_one_column_more_or_less():
     assert np.abs(attended - call.expected()).max() > 1e-3
 
 
-def counting_kernel() -> Kernel:
-    stamp = compilation.source_stamp()
-
+def counting_kernel(amount: int = 1) -> Kernel:
     def kernel(counts):
-        _ = stamp
-        counts[0] += 1
+        counts[0] += amount
 
     return compile_kernel(kernel, numba.void(i64[1]))
 
 
 @pytest.mark.parametrize("trouble", ["no directory", "no room"])
 def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
-    trouble: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    trouble: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -334,8 +330,8 @@ def test_a_kernel_that_cannot_be_kept_is_compiled_all_the_same(
     if trouble == "no directory":
         monkeypatch.setattr(caching.CacheImpl, "_locator_classes", [])
     else:
-        monkeypatch.setattr(caching.IndexDataCacheFile, "save", fail)
-        monkeypatch.setattr(caching.IndexDataCacheFile, "load", lambda *_: None)
+        monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+        monkeypatch.setattr(caching.IndexDataCacheFile, "_open_for_write", fail)
     compilation.warn_once.cache_clear()
     kernel, counts = counting_kernel(), np.zeros(1, np.int64)
     [record] = [record for record in caplog.records if "again" in record.message]
@@ -368,3 +364,21 @@ def test_a_kept_kernel_is_loaded_until_its_vector_code_changes(
         caplog.clear()
         compilation.warn_once.cache_clear()
     assert num_loaded == [0, 1, 0] and reported == [True, False, True], "only compilations are reported"
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty", "another"])
+def test_a_file_that_does_not_hold_the_kernel_is_written_again(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(config, "CACHE_DIR", str(tmp_path))
+    counting_kernel(amount=1)
+    [path] = tmp_path.rglob("*.nbc")
+    stored = path.read_bytes()
+    counting_kernel(amount=2)
+    [other] = set(tmp_path.rglob("*.nbc")) - {path}
+    path.write_bytes({"cut": stored[:-1], "empty": b"", "another": other.read_bytes()}[damage])
+    for num_loaded in (0, 1):
+        kernel: Any = counting_kernel(amount=1)
+        counts = np.zeros(1, np.int64)
+        kernel(counts)
+        assert counts[0] == 1 and sum(kernel.stats.cache_hits.values()) == num_loaded

@@ -50,12 +50,11 @@ def product_and_scores(code: int):
 
     It is kept on disk, for other files of tests.
     """
-    stamp, sizes = compilation.source_stamp(), [numba.int64] * 4
+    sizes = [numba.int64] * 4
     floats = f32[2], f32[2], f32[1], STORED
     signature = numba.void(*floats, *sizes, numba.boolean, f32[1], f32[1], i64[1])
 
     def kernel(y, x, packed, weights, offset, first, last, num_rows, adds, scratch, scores, candidates):
-        _ = stamp
         if candidates.size:
             score_columns(code, scores, x[:1], weights, offset, candidates, scratch)
         else:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
+import pickle
 import zlib
 from collections.abc import Callable
 from functools import cache
@@ -12,8 +14,10 @@ from typing import Any
 
 import numba
 from numba.core import event
+from numba.core.caching import FunctionCache, NullCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.serialize import dumps
 
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 
@@ -82,30 +86,60 @@ WITHIN_KERNELS: Any = {
 
 
 def source_stamp() -> int:
-    """Returns a number that changes with every file of this folder, and with the use of matrix units.
-
-    A kernel refers to it, because numba stores a kernel by its own file and the CPU, not by the files it calls into.
-    """
+    """Returns a number that changes with every file of this folder."""
     sources = b"".join(file.read_bytes() for file in sorted(Path(__file__).parent.glob("*.py")))
-    return zlib.crc32(sources, has_matrix_units()) & 0x7FFFFFFF
+    return zlib.crc32(sources)
+
+
+class KernelCache(FunctionCache):
+    """A kernel's own file on disk: its code behind a hash of it and of all that it depends on.
+
+    numba's cache numbers its files in an index. After a full disk, or when two processes store kernels at once, the
+    index can name another kernel's file, which is run; a file that is cut short ends every later start.
+    """
+
+    def __init__(self, kernel: Kernel, key: str) -> None:
+        """key: names the kernel among those of its function. Raises RuntimeError if no directory is writable."""
+        super().__init__(kernel)
+        self._key = key
+        self.path = Path(self.cache_path, f"{self._impl.filename_base}.{zlib.crc32(key.encode()):08x}.nbc")
+
+    def _digest(self, code: bytes) -> bytes:
+        versions = self._key, source_stamp(), self._impl.locator.get_source_stamp(), numba.__version__
+        return hashlib.sha256(repr(versions).encode() + code).digest()
+
+    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+        stored = self.path.read_bytes() if self.path.exists() else b""
+        code = stored[hashlib.sha256().digest_size :]
+        if not stored.startswith(self._digest(code)):
+            return None
+        return self._impl.rebuild(target_context, pickle.loads(code))
+
+    def _save_overload(self, sig: Any, data: Any) -> None:
+        if self._impl.check_cachable(data):
+            code = dumps(self._impl.reduce(data))
+            with self._cache_file._open_for_write(str(self.path)) as file:
+                file.write(self._digest(code) + code)
 
 
 def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     """Loads the kernel for this signature from disk, or compiles it, which is logged once.
 
-    It releases the interpreter's lock. It must refer to source_stamp().
+    It releases the interpreter's lock.
     """
-    options = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    options: Any = {"nogil": True, "error_model": "numpy", "_nrt": False}
+    compiled: Any = numba.njit(**options)(kernel)
     constants = [cell.cell_contents for cell in kernel.__closure__ or ()]
-    key = zlib.crc32(repr((kernel.__qualname__, constants, signature)).encode())
+    key = repr((constants, signature, compiled.targetctx.codegen().magic_tuple(), has_matrix_units()))
     with event.install_listener("numba:compile", _Compilations()):
         try:
-            compiled = numba.njit(cache=True, **options)(kernel)
-            with (Path(str(compiled.stats.cache_path)) / f"{key:08x}.lock").open("w") as lock:
+            compiled._cache = cache = KernelCache(kernel, key)
+            with cache.path.with_suffix(".lock").open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the kernel and load it
                 compiled.compile(signature)
-            compiled.disable_compile()
-            return compiled
         except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
             warn_once(f"every process compiles the kernels again; set NUMBA_CACHE_DIR to a lasting directory ({error})")
-            return numba.njit(signature, **options)(kernel)
+            compiled._cache = NullCache()
+            compiled.compile(signature)  # does nothing if the kernel could only not be stored
+    compiled.disable_compile()
+    return compiled

@@ -32,7 +32,7 @@ from numba.misc.special import literally
 
 from faser_backend.core.model import COMPUTES, TWO_PARTS
 from faser_backend.cpu.kernels import matrix_units, vector_products
-from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, source_stamp
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, HALVES, LANES, LAYOUTS, num_groups
 from faser_backend.cpu.kernels.rows import inlined
 from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, DOT_BLOCKS, FIRST_ROWS, numbers, scale
@@ -215,7 +215,6 @@ def product_kernel(code: int) -> Kernel:
 
     It is compiled once per CPU and stored on disk. Every thread of a call runs it. Nothing is checked.
     """
-    stamp = source_stamp()
     signature = numba.void(numba.int64, numba.int64, f32[2], f32[2], f32[1], STORED, numba.int64, f32[1])
 
     def kernel(
@@ -228,7 +227,6 @@ def product_kernel(code: int) -> Kernel:
         offset,  # of the matrix, bytes into weights
         scratch,  # [scratch_size(num_inputs)]: this thread's own
     ):
-        _ = stamp
         crew, file = (thread, num_threads), (weights, scratch, scratch)
         pack(code, packed, rows, 0, rows.shape[0])
         multiply(code, out, rows, packed, offset, NO_BIAS, REPLACES, rows.shape[0], crew, file)

@@ -19,7 +19,7 @@ from numba.misc.special import literally
 
 from faser_backend.cpu.kernels.adapters import adapt
 from faser_backend.cpu.kernels.attention import POOL_DTYPES, attend_item, write_rows
-from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i32, i64, source_stamp
+from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32, i32, i64
 from faser_backend.cpu.kernels.experts import ROUTING, mix_experts
 from faser_backend.cpu.kernels.layouts import LANES
 from faser_backend.cpu.kernels.matrix_units import PRODUCTS, has_matrix_units
@@ -79,7 +79,7 @@ def segment_kernel(
     """
     code, embedding_code, head_code = (plain_code(name, compute) for name in weight_formats)
     has_experts, is_head = kind == EXPERTS, kind == EAGLE3_HEAD  # constants of the kernel
-    stamp, dots = source_stamp(), int(code in DOT_CODES and head_dim % (2 * LANES) == 0)
+    dots = int(code in DOT_CODES and head_dim % (2 * LANES) == 0)
     signature = numba.void(
         numba.int64, numba.int64, i64[1],  # thread, num_threads, barrier
         i64[1], i64[1], i64[1], i64[1], i64[2], i64[1], i64[2],  # token_ids .. candidates
@@ -143,7 +143,6 @@ def segment_kernel(
         scale,
         has_scores,
     ):
-        _ = stamp
         num_rows = hidden.shape[0]
         first_layer, num_layers = sizes[FIRST_LAYER], sizes[NUM_LAYERS]
         q_width, kv_width = q.shape[1] * head_dim, k.shape[1] * head_dim
