@@ -14,7 +14,7 @@ from faser_backend.core.model import ModelSpec
 from faser_backend.core.ports import Behind, GraphCounts
 from faser_backend.cpu.kv_pool import KvPool
 from faser_backend.cpu.sampler import NumpySampler
-from faser_backend.cpu.weights import available_memory, useful_threads
+from faser_backend.cpu.weights import available_memory, cpu_quota, useful_threads
 from faser_backend.device.partition import CorePartition, PartitionMenu, ThreadLanes, core_partitions, split_name
 from faser_backend.device.runtime import DRAFTS_IN_TURN, NO_DRAFT, ModelPair, OpenRunner, Runtime
 from faser_backend.manifest import EngineManifest, ModelEngine
@@ -38,10 +38,12 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
         num_threads: int | None = None,
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
-        """num_threads: see LlvmRunner. menu: all cores by default."""
+        """num_threads: see LlvmRunner; by default as many as the control group allows. menu: all cores by default."""
         # Numpy's threads spin for tens of milliseconds after a matrix product of a policy. They took cores from the
         # next calls, which then ran a quarter longer.
         threadpool_limits(1, user_api="blas")
+        # With more threads than it allows, the system stops all of them while one waits at a barrier for another.
+        num_threads = num_threads or cpu_quota()
         self.kv_block_size = manifest.kv_block_size
         self.menu = menu or core_partitions()
         self.needs_warm_up = False

@@ -111,6 +111,15 @@ def available_memory() -> int:
     return min(available, limit - used + cached)
 
 
+def cpu_quota() -> int | None:
+    """Returns the whole cores that this process's control group may keep busy, at least 1, or None without a limit."""
+    try:
+        quota, period = (_CONTROL_GROUP / "cpu.max").read_text().split()
+        return max(int(quota) // int(period), 1)
+    except (OSError, ValueError):  # no control group, or "max"
+        return None
+
+
 class SegmentTables(NamedTuple):
     """The tables of a segment that its kernel reads; see cpu/kernels/segment.py."""
 

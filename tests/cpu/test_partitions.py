@@ -174,6 +174,19 @@ class TestUsefulSplits:
             "none (num_threads = 7 of 8 cores: a split uses them all)",
         )
 
+    @pytest.mark.parametrize(
+        ("limit", "num_threads"),
+        [("390000 100000", 3), ("50000 100000", 1), ("max 100000", None), ("800000 100000", 8)],
+    )
+    def test_a_limit_of_the_control_group_limits_threads(
+        self, limit: str, num_threads: int | None, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(weights, "_CONTROL_GROUP", tmp_path)
+        (tmp_path / "cpu.max").write_text(limit)
+        assert weights.cpu_quota() == num_threads
+        note = LlvmRuntime(engine, EngineManifest.load(engine), menu=self.EIGHT).splits_note
+        assert (f"num_threads = {num_threads} of 8 cores" in note) == (num_threads in {1, 3})
+
     @pytest.mark.parametrize("num_cores", [2, 7, 64])
     def test_splits_are_named_as_the_profile_names_them(self, num_cores: int) -> None:
         menu = core_partitions(tuple(range(num_cores)))
