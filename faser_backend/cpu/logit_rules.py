@@ -292,13 +292,6 @@ class LogitRules:
         in_prompt = np.stack([p.in_prompt for p in penalties])
         is_whole = len(where) == logits.shape[0]
         lines = logits if is_whole else logits[where]
-        penalize(
-            lines,
-            output_counts=counts,
-            in_prompt=in_prompt,
-            repetition=factors[:, 0],
-            presence=factors[:, 1],
-            frequency=factors[:, 2],
-        )
+        penalize(lines, counts, in_prompt, factors.T)
         if not is_whole:
             logits[where] = lines

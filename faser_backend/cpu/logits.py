@@ -13,29 +13,21 @@ _LOWEST = np.finfo(np.float32).min
 _NUCLEUS_WIDTH = 128
 
 
-def penalize(
-    logits: np.ndarray,
-    *,
-    output_counts: np.ndarray,
-    in_prompt: np.ndarray,
-    repetition: np.ndarray,
-    presence: np.ndarray,
-    frequency: np.ndarray,
-) -> None:
+def penalize(logits: np.ndarray, output_counts: np.ndarray, in_prompt: np.ndarray, penalties: np.ndarray) -> None:
     """Applies penalties in place to C-contiguous logits [n, V].
 
-    output_counts [n, V]; in_prompt [n, V] bool; the rest [n] float32. Repetition (Keskar et al. 2019) divides positive
-    and multiplies other logits of every token of prompt or output. Presence is then subtracted once, and frequency per
-    occurrence in the output.
+    output_counts [n, V]; in_prompt [n, V] bool; penalties [3, n] float32: repetition, presence, frequency. Repetition
+    (Keskar et al. 2019) divides positive and multiplies other logits of every token of prompt or output. Presence is
+    then subtracted once, and frequency per occurrence in the output.
     """
     # The arithmetic runs on seen tokens only, which are few.
     seen = np.flatnonzero(in_prompt | (output_counts > 0))
     line = seen // logits.shape[1]
     flat = logits.reshape(-1)
-    values, counts, factor = flat[seen], output_counts.reshape(-1)[seen], repetition[line]
-    values = np.where(values > 0, values / factor, values * factor)
-    values -= presence[line] * (counts > 0)
-    values -= frequency[line] * counts
+    values, counts, (repetition, presence, frequency) = flat[seen], output_counts.reshape(-1)[seen], penalties[:, line]
+    values = np.where(values > 0, values / repetition, values * repetition)
+    values -= presence * (counts > 0)
+    values -= frequency * counts
     flat[seen] = values
 
 
@@ -101,10 +93,9 @@ def second_best(scores: np.ndarray, best_ids: np.ndarray) -> np.ndarray:
     index = np.arange(best_ids.size)
     best = scores[index, best_ids]
     scores[index, best_ids] = -np.inf
-    try:
-        return scores.max(axis=1)
-    finally:
-        scores[index, best_ids] = best
+    second = scores.max(axis=1)
+    scores[index, best_ids] = best
+    return second
 
 
 def rank(

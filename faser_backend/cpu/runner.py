@@ -254,23 +254,19 @@ class LlvmRunner:
             view("up", num_assignments, spec.intermediate_size),
             view("gathered", num_logits, spec.num_heads * spec.head_dim),
         )
-        threads = range(self.num_threads)
-        own = [(*self._work_space(thread, num_rows), self._extras(thread, num_rows)) for thread in threads]
+        own = [self._own_space(thread, num_rows) for thread in range(self.num_threads)]
         return CallBuffers(results, shared, own)
 
-    def _work_space(self, thread: int, num_rows: int) -> tuple[np.ndarray, ...]:
-        """Returns a thread's work space: normed and packed rows, which many rows' threads share, and its own.
-
-        These are products' and attention's.
-        """
-        spec, view = self.spec, self._own[thread].view
-        view_rows = self._view_of_rows(thread, num_rows)
+    def _own_space(self, thread: int, num_rows: int) -> tuple:
+        """Returns the arguments from `normed` to `extras`; with many rows, the threads share the first two."""
+        spec, view, view_rows = self.spec, self._own[thread].view, self._view_of_rows(thread, num_rows)
         return (
             view_rows("normed", num_rows, spec.hidden_size),
             view_rows("packed", packed_size(self._most_inputs, num_rows)),
             self._strip(thread),
             view("space", space_size(spec.head_dim, spec.num_heads // spec.num_kv_heads)),
             view("pool_rows", 2 * COLUMNS).view(np.int32),
+            self._extras(thread, num_rows),
         )
 
     def _view_of_rows(self, thread: int, num_rows: int) -> Callable[..., np.ndarray]:

@@ -89,10 +89,6 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
     def open_sampler(self, vocab_size: int, max_num_seqs: int) -> NumpySampler:
         return NumpySampler(vocab_size, max_num_seqs)
 
-    def is_fatal(self, error: BaseException) -> bool:
-        """Returns False: no error of a step breaks a CPU."""
-        return False
-
 
 def useful_splits(
     menu: PartitionMenu[CorePartition], models: ModelPair, num_threads: int | None
@@ -128,9 +124,6 @@ def cpu_identity() -> dict[str, str | int]:
 
 def cpu_name() -> str:
     """Returns the processor's model name, or its architecture if the system does not report one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     return next(names, os.uname().machine)

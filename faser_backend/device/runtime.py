@@ -125,8 +125,8 @@ class Runtime(Closable, Protocol[Share, Pool]):
         """Returns the device's draft loop, or None if the host drafts token by token."""
 
     def is_fatal(self, error: BaseException) -> bool:
-        """Tells whether this process cannot use the device any more after this error of a step."""
-        ...
+        """Tells whether this process cannot use the device any more after this error of a step. None breaks a CPU."""
+        return False
 
     def synchronize(self) -> None:
         """Waits for all work that the calling thread queued; for measurements only, never in a step."""

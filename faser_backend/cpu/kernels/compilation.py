@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import event
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
@@ -27,16 +26,6 @@ i32 = {num_dims: numba.types.Array(numba.int32, num_dims, "C") for num_dims in (
 i64 = {num_dims: numba.types.Array(numba.int64, num_dims, "C") for num_dims in (1, 2)}
 logger = logging.getLogger("faser.loading")
 warn_once = cache(logger.warning)  # per text: a process may compile several kernels
-
-
-class _Compilations(event.Listener):
-    """Logs the compilation of a kernel that is not on disk."""
-
-    def on_start(self, event: event.Event) -> None:
-        warn_once("compiling kernels for this CPU, which later starts load from disk")
-
-    def on_end(self, event: event.Event) -> None:
-        """Nothing is logged at the end."""
 
 
 class InnerLibrary(JITCodeLibrary):
@@ -112,6 +101,7 @@ class KernelCache(FunctionCache):
         stored = self.path.read_bytes() if self.path.exists() else b""
         code = stored[hashlib.sha256().digest_size :]
         if not stored.startswith(self._digest(code)):
+            warn_once("compiling kernels for this CPU, which later starts load from disk")
             return None
         return self._impl.rebuild(target_context, pickle.loads(code))
 
@@ -131,15 +121,14 @@ def compile_kernel(kernel: Kernel, signature: Any) -> Kernel:
     compiled: Any = numba.njit(**options)(kernel)
     constants = [cell.cell_contents for cell in kernel.__closure__ or ()]
     key = repr((constants, signature, compiled.targetctx.codegen().magic_tuple(), has_matrix_units()))
-    with event.install_listener("numba:compile", _Compilations()):
-        try:
-            compiled._cache = cache = KernelCache(kernel, key)
-            with cache.path.with_suffix(".lock").open("w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the kernel and load it
-                compiled.compile(signature)
-        except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
-            warn_once(f"every process compiles the kernels again; set NUMBA_CACHE_DIR to a lasting directory ({error})")
-            compiled._cache = NullCache()
-            compiled.compile(signature)  # does nothing if the kernel could only not be stored
+    try:
+        compiled._cache = cache = KernelCache(kernel, key)
+        with cache.path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # other processes wait for the kernel and load it
+            compiled.compile(signature)
+    except (RuntimeError, OSError) as error:  # no directory to write to, or no room in it
+        warn_once(f"every process compiles the kernels again; set NUMBA_CACHE_DIR to a lasting directory ({error})")
+        compiled._cache = NullCache()
+        compiled.compile(signature)  # does nothing if the kernel could only not be stored
     compiled.disable_compile()
     return compiled

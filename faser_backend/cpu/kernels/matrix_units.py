@@ -70,7 +70,7 @@ NUM_PARTS = 2  # bfloat16 numbers of an input and of a weight, at most
 SUMS, PARTS, WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 # Bytes of the work space, in this order: shapes of registers, sums as registers leave them and what they add up to,
 # weights of two blocks, twice.
-FLOAT_BYTES = 4
+FLOAT_BYTES, LINE = 4, INT64(CACHE_LINE)
 SPACES = (CACHE_LINE, 4 * TILE_BYTES, 4 * TILE_BYTES, 2 * 2 * NUM_PARTS * TILE_BYTES)
 STRIP_BYTES = 1 << 19  # see products: rows are split again for each strip, and CPUs with AMX have large caches
 ROWS_AT_ONCE = 4  # rows whose sums are scaled together; the last ones may be padding
@@ -280,17 +280,17 @@ def _tiles_function(module: ir.Module, layout: Layout, tiles: int, blocks: int) 
         _add_products(builder, layout, units, space, own.parts, group, groups, rows)
         if layout.num_scales:
             for tile, block in pairs:
-                unit(builder, "tilestored64", SUMS[tile][block], tile_of(builder, space.sums, tile, block), line())
+                unit(builder, "tilestored64", SUMS[tile][block], tile_of(builder, space.sums, tile, block), LINE)
             for block, address in enumerate(units):
                 for tile in range(tiles):
                     _scale_sums(builder, layout, address, space, own.group_sums, tile, block, group, groups, rows[tile])
     for tile, block in pairs:
         totals = tile_of(builder, space.totals, tile, block)
         if not layout.num_scales:
-            unit(builder, "tilestored64", SUMS[tile][block], totals, line())
+            unit(builder, "tilestored64", SUMS[tile][block], totals, LINE)
         column = INT64(block * LANES)
         with cgutils.for_range_slice(builder, INT64(0), rows[tile], INT64(1), INT64) as (row, _):
-            total = builder.bitcast(builder.gep(totals, [builder.mul(row, line())]), VECTOR.as_pointer())
+            total = builder.bitcast(builder.gep(totals, [builder.mul(row, LINE)]), VECTOR.as_pointer())
             offset = builder.add(builder.mul(builder.add(row, INT64(tile * TILE_SIZE)), y_stride), column)
             put(builder, total, builder.gep(y, [offset]), builder.sub(num_columns, column), adds)
     builder.ret_void()
@@ -306,14 +306,14 @@ def _add_products(builder, layout: Layout, units, space: Space, parts, group, gr
     for part, weight in PRODUCTS[layout.num_parts][layout.name]:
         if weight != held_weight:
             for block, tiles in enumerate(tiles_of_weights):
-                unit(builder, "tileloadd64", WEIGHTS[block], tiles[weight], line())
+                unit(builder, "tileloadd64", WEIGHTS[block], tiles[weight], LINE)
         for tile, num_rows in enumerate(rows):
             if part != held_part:
-                part_bytes = builder.mul(num_rows, line())
+                part_bytes = builder.mul(num_rows, LINE)
                 number = builder.add(builder.mul(group, INT64(layout.num_parts)), INT64(part))
                 first = builder.mul(INT64(tile * layout.num_parts * TILE_BYTES), groups)
                 address = builder.gep(parts, [builder.add(first, builder.mul(number, part_bytes))])
-                unit(builder, "tileloadd64", PARTS[tile], address, line())
+                unit(builder, "tileloadd64", PARTS[tile], address, LINE)
             for block in range(len(units)):
                 if layout.num_scales and held_part is None:
                     unit(builder, "tilezero", SUMS[tile][block])
@@ -352,7 +352,7 @@ def _scale_sums(builder, layout: Layout, address, space: Space, x_sums, tile, bl
     with cgutils.for_range_slice(builder, INT64(0), num_rows, INT64(ROWS_AT_ONCE), INT64) as (first, _):
         for step in range(ROWS_AT_ONCE):
             row = builder.add(first, INT64(step))
-            at = builder.mul(row, line())
+            at = builder.mul(row, LINE)
             address_of_total = builder.bitcast(builder.gep(totals, [at]), VECTOR.as_pointer())
             of_group = builder.load(builder.bitcast(builder.gep(sums, [at]), VECTOR.as_pointer()))
             total = multiply_add(builder, scales[0], of_group, builder.load(address_of_total))
@@ -375,7 +375,3 @@ def clear(builder, tile) -> None:
 
 def tile_of(builder, area, tile: int, block: int):
     return builder.gep(area, [INT64((2 * tile + block) * TILE_BYTES)])
-
-
-def line():
-    return INT64(CACHE_LINE)

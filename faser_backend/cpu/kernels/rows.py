@@ -29,15 +29,6 @@ def normalise_rows(out, rows, weight, eps, first, last):
         normalise(out[row], rows[row], weight, eps)
 
 
-@inlined
-def normalise_both(out, left, right, left_weight, right_weight, eps, first, last):
-    """Writes to out[row] the norms of left[row] and right[row], side by side."""
-    width = left.shape[1]
-    for row in range(first, last):
-        normalise(out[row, :width], left[row], left_weight, eps)
-        normalise(out[row, width:], right[row], right_weight, eps)
-
-
 @inlined_reassociated
 def normalise(out, x, weight, eps):
     """Computes the RMSNorm of one row; out may be x."""

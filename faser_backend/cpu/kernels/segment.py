@@ -38,7 +38,7 @@ from faser_backend.cpu.kernels.products import (
     score_columns,
     share_of,
 )
-from faser_backend.cpu.kernels.rows import gated_silu, inlined, normalise, normalise_both, normalise_rows, rotate
+from faser_backend.cpu.kernels.rows import gated_silu, inlined, normalise, normalise_rows, rotate
 from faser_backend.cpu.kernels.threads import barrier_wait, take_item
 from faser_backend.cpu.kernels.vectors import copy_row
 
@@ -273,8 +273,10 @@ def prepare_both(code, packed, inputs, embedded, hidden, vectors, at, eps, num_r
     """Normalises and packs the inputs of a head's layer: embeddings and hidden states side by side."""
     code = literally(code)
     first, last = rows_of(code, num_rows, crew)
-    norms = vectors[at[INPUT_NORM] :], vectors[at[HIDDEN_NORM] :]
-    normalise_both(inputs, embedded, hidden, norms[0], norms[1], eps, first, last)
+    width, of_embedded, of_hidden = hidden.shape[1], vectors[at[INPUT_NORM] :], vectors[at[HIDDEN_NORM] :]
+    for row in range(first, last):
+        normalise(inputs[row, :width], embedded[row], of_embedded, eps)
+        normalise(inputs[row, width:], hidden[row], of_hidden, eps)
     pack_share(code, packed, inputs, num_rows, crew)
 
 
