@@ -104,9 +104,7 @@ def useful_splits(
     if num_threads is not None and num_threads < num_cores:
         return [], f"none (num_threads = {num_threads} of {num_cores} cores: a split uses them all)"
     splits = [split for split in menu.splits if useful_threads(draft, split[0]) == split[0].size]
-    reason = f"{len(splits)} of {len(menu.splits)}"
-    if splits:
-        reason += f" ({', '.join(split_name(*split) for split in splits)})"
+    reason = f"{len(splits)} of {len(menu.splits)} ({', '.join(split_name(*split) for split in splits)})"
     if len(splits) < len(menu.splits):
         reason += f"; the draft cannot use more than {splits[-1][0].size} core(s)"
     return splits, reason

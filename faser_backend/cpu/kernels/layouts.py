@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-LANES = 16  # columns of a block
+LANES = 16  # columns of a block, and floats of a vector; a narrower CPU splits it, with the same result
 GROUP_SIZE = 32  # inputs that share a scale, and that a matrix unit takes at a time
 COLUMNS_AT_ONCE = 1024  # whole blocks; a large matrix is stored in such parts, so that copies stay small
 

@@ -34,6 +34,7 @@ from faser_backend.core.model import COMPUTES, TWO_PARTS
 from faser_backend.cpu.kernels import matrix_units, vector_products
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS, Kernel, compile_kernel, f32
 from faser_backend.cpu.kernels.layouts import FORMATS, GROUP_SIZE, HALVES, LANES, LAYOUTS, num_groups
+from faser_backend.cpu.kernels.matrix_units import FLOAT_BYTES
 from faser_backend.cpu.kernels.rows import inlined
 from faser_backend.cpu.kernels.vector_products import AHEAD_BYTES, BYTES, DOT_BLOCKS, FIRST_ROWS, numbers, scale
 from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
@@ -41,7 +42,6 @@ from faser_backend.cpu.kernels.vectors import FLOATS, INT32, INT64, multiply_add
 STORED = numba.types.Array(numba.uint8, 1, "C", readonly=True)  # a weight file
 # Typed, so that `multiply` is compiled for all such values at once and not for each of them.
 NO_BIAS, REPLACES, ADDS = np.int64(-1), np.bool_(False), np.bool_(True)
-FLOAT_BYTES = 4
 # By code; in arrays, as numba would compile a function to index each tuple. Tiles: rows of x that pass over a matrix
 # together. Strips: bytes of weights that stay in the second-level cache while many rows pass over them. Group floats:
 # what a row's group takes when it is packed.

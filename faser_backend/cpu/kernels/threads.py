@@ -12,12 +12,11 @@ from llvmlite import ir
 from numba.extending import intrinsic
 
 from faser_backend.cpu.kernels.compilation import WITHIN_KERNELS
+from faser_backend.cpu.kernels.vectors import INT32
 
 ARRIVED, GENERATION, TAKEN = 0, 8, 16  # indices into a barrier's state, on different cache lines
 STATE_SIZE = 24
 SPINS_BEFORE_YIELD = 4000  # some 20 us
-
-INT32, INT64 = ir.IntType(32), ir.IntType(64)
 
 
 def barrier_state() -> np.ndarray:

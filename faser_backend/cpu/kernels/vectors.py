@@ -11,7 +11,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-LANES = 16  # floats of a vector; a narrower CPU splits it, with the same result
+from faser_backend.cpu.kernels.layouts import LANES
+
 CACHE_LINE = 64  # bytes
 LARGEST_HALF = 65504.0
 
