@@ -48,7 +48,9 @@ class DoctorOptions(OptionTable):
 
     is_json: bool = option(False, JSON)
     engine_dir: Path | None = option(None, ServingOptions.options()["engine_dir"], unset="none: report on the machine")
-    gpu_gib: float | None = option(None, "Assume a GPU of this many GiB.", unset="the GPU that is present", ge=1)
+    gpu_gib: float | None = option(
+        None, "Assume a GPU of this many GiB.", unset="the GPU that is present", ge=1, le=1e6
+    )
 
 
 class ProfileOptions(OptionTable):
@@ -156,6 +158,8 @@ def _read_defaults(path: Path, params: list[Any]) -> dict[str, Any]:
         content = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, yaml.BaseLoader) or {}
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: {', '.join(str(error).splitlines())}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: nested too deeply") from None
     known = {flag.strip("-").replace("-", "_"): param for param in params for flag in param.opts if flag != "--config"}
     for key, value in content.items() if isinstance(content, dict) else [(f"{content}"[:80], "")]:
         param = known.get(key.replace("-", "_"))

@@ -63,7 +63,7 @@ def serve(
         check_template(read_template(serving.chat_template))
     if model.otlp_endpoint is not None:
         model = model.model_copy(update={"otlp_endpoint": check_endpoint(model.otlp_endpoint)})
-    found = find_engine(run, model.log_format, **source.model_dump(exclude_none=True))
+    found = find_engine(run, model.log_format, policy=engine.policy, **source.model_dump(exclude_none=True))
     engine = EngineConfig.from_options(**engine.model_dump(exclude_unset=True) | {"draft": found["draft"]})
     name = shown_name(run.model) if run.model else None if run.engine_dir else DEMO_NAME
     directory = check_engine(found["engine_dir"], engine)

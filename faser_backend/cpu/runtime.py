@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,9 +42,6 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
         menu: PartitionMenu[CorePartition] | None = None,
     ) -> None:
         """num_threads: see LlvmRunner; by default as many as the control group allows. menu: all cores by default."""
-        # Numpy's threads spin for tens of milliseconds after a matrix product of a policy. They took cores from the
-        # next calls, which then ran a quarter longer.
-        threadpool_limits(1, user_api="blas")
         # With more threads than it allows, the system stops all of them while one waits at a barrier for another.
         num_threads = num_threads or cpu_quota()
         self.kv_block_size = manifest.kv_block_size
@@ -53,6 +53,8 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
         models = ModelPair(manifest.target, manifest.draft)
         splits, self.splits_note = useful_splits(self.menu, models, num_threads)
         self.splits = tuple(splits)
+        self._open = ExitStack()
+        self._open.enter_context(_one_blas_thread())
 
     def free_bytes(self) -> int:
         """Returns the free memory. Weights are not subtracted: KV pools take only a share of it."""
@@ -88,6 +90,37 @@ class LlvmRuntime(Runtime[CorePartition, KvPool]):
 
     def open_sampler(self, vocab_size: int, max_num_seqs: int) -> NumpySampler:
         return NumpySampler(vocab_size, max_num_seqs)
+
+    def close(self) -> None:
+        self._open.close()
+
+
+class _Blas:
+    """The threads of numpy's products, which all runtimes of this process share."""
+
+    lock = threading.RLock()  # the collector may end an abandoned runtime in the midst of it
+    num_runtimes = 0
+    limits: threadpool_limits | None = None
+
+
+@contextmanager
+def _one_blas_thread() -> Iterator[None]:
+    """Limits numpy's products to one thread, until the last of several runtimes ends.
+
+    Its threads spin for tens of milliseconds after a matrix product of a policy. They took cores from the next calls,
+    which then ran a quarter longer.
+    """
+    with _Blas.lock:
+        _Blas.num_runtimes += 1
+        _Blas.limits = _Blas.limits or threadpool_limits(1, user_api="blas")
+    try:
+        yield
+    finally:
+        with _Blas.lock:
+            _Blas.num_runtimes -= 1
+            if not _Blas.num_runtimes and _Blas.limits is not None:
+                _Blas.limits.restore_original_limits()
+                _Blas.limits = None
 
 
 def useful_splits(

@@ -64,6 +64,8 @@ def open_engine(
         runtime = open_runtime(engine_dir, served, config)
         stack.callback(runtime.close)
         engine = engine_on(runtime, engine_dir, manifest, config, on_close=runtime.close, clock=clock)
+        stack.pop_all()
+        stack.callback(engine.close)  # closes the runtime too
         for task_id, (name, directory) in enumerate(config.adapters.items(), 1):
             from faser_backend.engines.lora import read_adapter
 

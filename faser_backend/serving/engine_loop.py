@@ -180,6 +180,9 @@ class EngineLoop:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Stops after the current step. Running requests fail; blocks and sessions are freed."""
+        if threading.current_thread() is self._thread:  # an observer of steps, or the collector of an abandoned LLM
+            threading.Thread(target=self.close, args=(timeout_s,), name="engine-close").start()
+            return
         with self._lock:
             self._is_closing = True
         self._thread.join(timeout_s)

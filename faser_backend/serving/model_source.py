@@ -18,13 +18,14 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, NoReturn, get_args
 
-from faser_backend.core.config import DraftSource
+from faser_backend.core.config import DEFAULT_POLICY, DraftSource
 from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.files import FileError, check_room, read_json, shown
 from faser_backend.manifest import FORMAT_VERSION, MANIFEST_FILE, EngineManifest, file_sha256
@@ -57,12 +58,19 @@ class Source(NamedTuple):
     blobs: tuple[Path, ...] = ()  # weights in the hub's cache, to be checked before a build
 
 
-def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict[str, Any]:
+class _NoEngineYet(ConfigError):
+    """A policy asked for its engine's profile."""
+
+
+def find_engine(
+    run: RunOptions, log_format: str = "text", *, policy: str = DEFAULT_POLICY, **build: Any
+) -> dict[str, Any]:
     """Returns the options engine_dir (None: the demo pair's) and draft; downloads and builds. Raises FaserError.
 
-    build: options of `build_engines`, for a model that is built.
+    policy: checked before, as far as it can be without an engine. build: options of `build_engines`, for a model that
+    is built.
     """
-    path, is_source = Path(run.model or "").expanduser(), run.draft not in get_args(DraftSource)
+    path, is_source = _path_of(run.model or ""), run.draft not in get_args(DraftSource)
     if run.model is not None and run.engine_dir is not None:
         raise ConfigError(f"--engine-dir = {run.engine_dir}: MODEL = {run.model!r} is given too")
     if run.model is None or (path / MANIFEST_FILE).is_file():
@@ -70,6 +78,13 @@ def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} = {value!r}: an engine is built already; name a checkpoint as MODEL")
         return {"engine_dir": run.engine_dir if run.model is None else path, "draft": run.draft}
+    from faser_backend.policy.registry import parse_policy  # loads numpy
+
+    def load_knowledge() -> NoReturn:
+        raise _NoEngineYet
+
+    with suppress(_NoEngineYet):
+        parse_policy(policy, load_knowledge)
     has_gpu = GPU_DEVICE.exists() and find_spec("torch") is not None
     build = {"runtime": "torch" if has_gpu else DEFAULT_RUNTIME} | build
     head = next((data_folder() / "models" / head for name, head in HEADS.items() if name in run.model.lower()), None)
@@ -89,7 +104,11 @@ def find_engine(run: RunOptions, log_format: str = "text", **build: Any) -> dict
 
 def shown_name(model: str) -> str:
     """Returns the name of a model for people: a file's or folder's own, or the hub's."""
-    return Path(model).name.removesuffix(".gguf") if Path(model).expanduser().exists() else model
+    return Path(model).name.removesuffix(".gguf") if _path_of(model).exists() else model
+
+
+def _path_of(name: str) -> Path:
+    return Path(os.path.expanduser(name))  # Path.expanduser raises an error for an unknown ~user
 
 
 def demo_engine_dir(*, pair: Path = DEMO_PAIR) -> Path:
@@ -103,7 +122,7 @@ def demo_engine_dir(*, pair: Path = DEMO_PAIR) -> Path:
 
 def _open_source(option: str, name: str) -> Source:
     """Returns the checkpoint of this name, downloaded if it is a hub's. Raises ConfigError that names the option."""
-    path = Path(name).expanduser()
+    path = _path_of(name)
     if path.exists():
         return local_source(name, path)
     match = HUB_NAME.fullmatch(name)
@@ -146,7 +165,7 @@ def _download(name: str, repository: str, revision: str | None, file: str | None
         reason = f"the repository has no revision {revision}"
     except (OSError, ValueError, errors.HTTPError) as error:  # pyright: ignore[reportPrivateImportUsage]
         remedy = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "start again to go on with the download"
-        reason = f"not downloaded ({str(error).splitlines()[0]}); {remedy}"
+        reason = f"not downloaded ({(str(error) or type(error).__name__).splitlines()[0]}); {remedy}"
     raise ConfigError(reason)
 
 
@@ -159,7 +178,7 @@ def local_source(name: str, path: Path) -> Source:
         log.info(f"hashing {path}")
         hashes = "".join(f"{file.name} {file_sha256(file)}\n" for file in files)
         stored.parent.mkdir(exist_ok=True)
-        temporary = stored.with_suffix(f".{os.getpid()}")
+        temporary = stored.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
         temporary.write_text(hashlib.sha256(hashes.encode()).hexdigest())
         temporary.rename(stored)
     return Source(name, path, stored.read_text())
@@ -207,8 +226,8 @@ def cached_engine(
 
 def cache_folder(num_bytes: int = MIN_FREE_BYTES) -> Path:
     """Returns the folder of engines, made if needed. Raises ConfigError if num_bytes cannot be written to it."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = Path(os.environ.get("FASER_CACHE") or base / "faser" / "engines")
+    base = os.environ.get("XDG_CACHE_HOME") or _path_of("~/.cache")
+    cache = Path(os.environ.get("FASER_CACHE") or Path(base, "faser", "engines"))
     try:
         cache.mkdir(parents=True, exist_ok=True)
         check_room(cache, num_bytes, "engines")
@@ -249,16 +268,30 @@ def list_engines() -> dict[str, str]:
     found = {}
     for record in sorted(cache_folder(0).glob(f"*/{RECORD_FILE}"), key=lambda path: -path.stat().st_mtime):
         size = sum(file.stat().st_size for file in record.parent.iterdir())
-        found[record.parent.name] = f"{size / 1e6:.0f} MB, {' with draft '.join(read_json(record))}"
+        names = "checkpoints unknown"
+        with suppress(FileError):  # a full disk has cut it
+            names = " with draft ".join(read_json(record))
+        found[record.parent.name] = f"{size / 1e6:.0f} MB, {names}"
     return found
 
 
 def remove_engines(names: list[str]) -> None:
-    """Removes cached engines, ["all"] or by name. Raises ConfigError for an unknown one."""
-    known = list_engines()
-    for name in known if names == ["all"] else names:
-        if name not in known:
-            raise ConfigError(f"{name}: no such engine in {cache_folder(0)}; `faser cache list` lists them")
-        shutil.rmtree(cache_folder(0) / name)
-    for left in cache_folder(0).glob(".*.partial") if names == ["all"] else ():  # of killed builds
-        shutil.rmtree(left, ignore_errors=True)
+    """Removes cached engines by name, or ["all"] and what killed builds left.
+
+    Raises ConfigError for an unknown one, and in the end for those that other processes are building or checking.
+    """
+    cache, known, busy = cache_folder(0), list_engines(), list[str]()
+    if names == ["all"]:
+        names = [*known, *(left.name for end in ("partial", "retired") for left in cache.glob(f".*.{end}"))]
+    elif unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"{unknown[0]}: no such engine in {cache}; `faser cache list` lists them")
+    for name in names:
+        engine = name if name in known else name[1:].rsplit(".", 2)[0]  # a build's folder is .ENGINE.random.partial
+        with (cache / f"{engine}.lock").open("w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(cache / name, ignore_errors=name not in known)
+            except BlockingIOError:
+                busy.append(engine)
+    if busy:
+        raise ConfigError(f"{', '.join(dict.fromkeys(busy))}: not removed: another process is building or checking it")

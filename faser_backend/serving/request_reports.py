@@ -186,8 +186,12 @@ CLOSE_MS = 1500
 
 def check_endpoint(url: str) -> str:
     """Returns a collector's URL without the path of traces. Raises ConfigError for a bad URL or a missing extra."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # of the address or the port
+        is_url = False
+    if not is_url or parts.query or parts.fragment:
         raise ConfigError(f"--otlp-endpoint = {url!r:.200}: must be http://HOST:PORT or https://HOST:PORT")
     try:
         import opentelemetry.exporter.otlp.proto.http  # noqa: F401

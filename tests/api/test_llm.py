@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel
+from threadpoolctl import ThreadpoolController
 
 import faser_backend
 from faser_backend import LLM, ConfigError, FaserError, GuidedDecodingParams, RequestError, SamplingParams
@@ -256,6 +257,8 @@ def test_what_is_given_up_ends_in_the_engine(llm: LLM):
 
 def test_closing_ends_threads_and_calls(engine_dir: Path):
     before = set(threading.enumerate())
+    blas = ThreadpoolController().select(user_api="blas")
+    blas.limit(limits=2)
     llm = LLM(engine_dir, policy="none", num_threads=1)
     if not (child := os.fork()):
         with pytest.raises(FaserError, match="not in a fork of it"):
@@ -271,6 +274,14 @@ def test_closing_ends_threads_and_calls(engine_dir: Path):
     llm.close()
     with pytest.raises(FaserError, match="this LLM is closed"):
         llm.generate("x")
+    llms = [LLM(engine_dir, policy="none", num_threads=1, on_step=lambda _: llms[0].close()) for _ in range(2)]
+    with pytest.raises(FaserError, match="shutting down"):
+        llms[0].generate("x", LONG)  # closed by the engine's own thread
+    assert {each["num_threads"] for each in blas.info()} == {1}, "while another is open"
+    llms[1].close()
+    with pytest.raises(FaserError, match=r"adapter_config\.json: missing"):
+        LLM(engine_dir, policy="fixed:1", pipeline="run_ahead", lora=["x=none"])
+    assert {each["num_threads"] for each in blas.info()} == {2}
     left = [thread for thread in set(threading.enumerate()) - before if thread.is_alive()]
     for thread in left:
         thread.join(5)

@@ -1,5 +1,6 @@
 """Models by name: from this disk and from a hub on loopback, built once; and the options of a file."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -88,6 +89,7 @@ def test_a_hubs_model_is_built_once_and_what_goes_wrong_is_one_line_and_builds_n
         ("org/small", {"HF_HUB_OFFLINE": True}, {}, "HF_HUB_OFFLINE is set"),
         ("org/small", {"ENDPOINT": "http://127.0.0.1:9"}, {}, "start again to go on with the download"),
         ("nowhere", {}, {}, "no such file or directory, and no model of a hub"),
+        ("~nobody-here/x", {}, {}, "no such file or directory, and no model of a hub"),
         ("./nowhere", {}, {}, "no such file or directory, and no model of a hub"),
         ("org/small", {}, {"model.safetensors": "cut"}, "not downloaded ("),
         ("org/small", {}, {"model.safetensors": "flipped"}, "model.safetensors: damaged, and removed; start again"),
@@ -158,11 +160,18 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
         assert "--weights = 'int8': an engine is built already" in run("serve", *at, "--weights", "int8")[2]
     assert run("cache", "list")[:2] == (0, f"{engine.name}  0 MB, {pair}/target with draft {draft}\n")
     assert "error: other: no such engine" in run("cache", "remove", "other")[2]
-    killed = engine.with_name(".small.1.partial")
-    killed.mkdir()
+    killed, running = engine.with_name(".small.1.partial"), engine.with_name(".big.1.partial")
+    killed.mkdir(), running.mkdir()
+    with engine.with_name("big.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert "error: big: not removed: another process" in run("cache", "remove", "all")[2]
+        assert running.exists() and not killed.exists() and not engine.exists()
+    engine.mkdir()
+    (engine / "built_from.json").touch()  # cut by a full disk
+    assert run("cache", "list")[:2] == (0, f"{engine.name}  0 MB, checkpoints unknown\n")
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
-        assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {} and not killed.exists()
+        assert run("cache", "remove", "all")[:2] == (0, "") and list_engines() == {} and not running.exists()
 
     monkeypatch.setattr(model_source, "_ensure_profile", lambda *_: None)
 
@@ -185,6 +194,13 @@ def test_names_of_disks_drafts_and_the_cache_of_the_command_line(run, pair: Path
         ("--max-context", 8, "max_context = 8: "),
     ):
         assert words in run("serve", pair / "target", option, value)[2] and len(list_engines()) == 3
+    for options in ({"policy": "odd"}, {"policy": "file:none.py"}, {"max_num_seqs": 0}):  # before anything is built
+        flags = [text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", value)]
+        (name,) = options
+        assert f"{name} = " in run("serve", pair / "target", "--weights", "int4", *flags)[2]
+        with pytest.raises(ConfigError, match=f"{name} = "):
+            LLM(pair / "draft", **options)
+    assert len(list_engines()) == 3
     monkeypatch.setattr(model_source, "cached_engine", lambda target, draft, runtime: f"{draft.name}, {runtime}")
     known = shutil.copytree(pair / "target", pair / "SmolLM2-135M-Instruct-fp16", dirs_exist_ok=True)
     for device, runtime in ((pair / "none", "llvm"), (pair, "torch")):
@@ -214,6 +230,7 @@ def test_a_file_gives_options_of_serve_and_the_command_line_wins(run, engine_dir
         ("colour", 1, "colour is no option of the command"),
         ("http-port", "[1, 2]", "http-port = [1, 2]: must be one value"),
         ("http-port", "[", str(file)),
+        ("http-port", 5000 * "[", f"{file}: nested too deeply"),
     ):
         file.write_text(line.format(key, value))
         status, _, err = run("serve", "--config", file)

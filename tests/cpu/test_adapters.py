@@ -188,6 +188,9 @@ def test_the_memory_of_sent_adapters_is_bounded_and_what_is_in_use_stays(folder:
 
     most = max(stored(each).num_bytes for each in matrices)
     target: Any = SimpleNamespace(spec=spec, store_adapter=stored)
+    wide: Any = SimpleNamespace(spec=spec, store_adapter=lambda matrices: SimpleNamespace(num_bytes=most + 1))
+    with pytest.raises(RequestError, match=f"{most + 1} bytes"):  # as it is stored, not as it was sent
+        Adapters(wide, 64, most).acquire(request("wide", [1], lora_task_id=1, **as_tensors(matrices[0])))
     adapters, live, seen = Adapters(target, 64, most), {}, set()
     for step in range(200):
         if live and rng.random() < 0.4:

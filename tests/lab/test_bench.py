@@ -32,6 +32,7 @@ from faser_backend.lab.contestants import LOADS, Contestant, Sizing, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns
 from faser_backend.lab.peers.programs import body_of
 from faser_backend.lab.steps import count_lost, figures
+from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load
@@ -117,11 +118,17 @@ def test_bad_options_are_named_before_anything_runs(engine_dir, tmp_path, monkey
 def test_a_profile_takes_a_third_of_the_budget_and_an_invalid_one_is_not_missing(engine_dir, tmp_path, monkeypatch):
     budgets, copy = [], Path(shutil.copytree(engine_dir, tmp_path / "engine"))
     monkeypatch.setattr(command, "demo_engine_dir", lambda: copy)
-    monkeypatch.setattr(command, "run_profile", lambda *_, budget_s, **__: budgets.append(budget_s))
+
+    def profile(folder: Path, *, budget_s: float, **_: object) -> None:
+        EngineManifest.load(folder)
+        (folder / "profile.json").write_text("{}")
+        budgets.append(budget_s)
+
+    monkeypatch.setattr(command, "run_profile", profile)
     with pytest.raises(ConfigError, match=r"none\.csv: not readable as a trace"):  # before anything is measured
         BenchRun(BenchOptions(output=tmp_path, trace=tmp_path / "none.csv"), TINY)
     BenchRun(BenchOptions(output=tmp_path, policies="none", budget_s=60.0), TINY)
-    assert budgets == pytest.approx([20.0], abs=2.0)
+    assert budgets == pytest.approx([20.0], abs=2.0) and not (copy / "profile.json").exists()
     (copy / "profile.json").write_text("{}")
     assert BenchRun(BenchOptions(output=tmp_path, policies="none", engine_dir=copy), TINY).warnings == []
 

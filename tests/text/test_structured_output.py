@@ -13,7 +13,7 @@ import pytest
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ErrorCode, FaserError, RequestError
-from faser_backend.core.request import GUIDE, EngineOutput, Grammar, Request, Sampling
+from faser_backend.core.request import GUIDE, EngineOutput, FinishReason, Grammar, Request, Sampling
 from faser_backend.cpu.logit_rules import GrammarRule
 from faser_backend.engines.build import build_engines
 from faser_backend.pipeline.engine import Engine
@@ -292,8 +292,8 @@ class ServedEngine:
         self.loop = EngineLoop(engine, guides=guides)
         self.subscription = self.loop.subscribe()
 
-    def submit(self, request_id: str, guide: str) -> None:
-        request = Request(request_id, np.array([5, 6], np.int64), 80, end_ids=(END_ID,), guide=guide)
+    def submit(self, request_id: str, guide: str, end_id: int = END_ID) -> None:
+        request = Request(request_id, np.array([5, 6], np.int64), 80, end_ids=(end_id,), guide=guide)
         self.subscription.submit(request, "client")
 
     def last(self) -> EngineOutput:
@@ -340,6 +340,7 @@ def test_compiling_is_off_the_step_loop_and_may_be_cancelled(built: Built, serve
     served.submit("bad", read_guide("regex", "(a+"))
     output = served.last()
     assert output.request_id == "bad" and "guided_decoding_guide = " in str(output.error)
-    served.submit("after", GUIDES["list"])
+    served.submit("after", GUIDES["date"], end_id=END_ID + 1)
     output = served.last()
-    assert (output.request_id, output.error) == ("after", None)
+    assert (output.request_id, output.error, output.finish_reason) == ("after", None, FinishReason.END_ID)
+    assert output.token_ids[-1] == END_ID, "the model's own"

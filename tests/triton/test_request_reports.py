@@ -77,7 +77,7 @@ def test_the_clients_trace_goes_on_unless_it_makes_no_sense():
 
 
 def test_an_endpoint_that_is_none_and_a_missing_extra_are_told_by_the_option(monkeypatch: pytest.MonkeyPatch):
-    for url in ("127.0.0.1:4318", "ftp://x:1", "http://", "http://x:1?a=b", ""):
+    for url in ("127.0.0.1:4318", "ftp://x:1", "http://", "http://x:1?a=b", "", "http://[", "http://x:70000"):
         with pytest.raises(ConfigError, match=r"^--otlp-endpoint = .*must be http://HOST:PORT"):
             check_endpoint(url)
     assert check_endpoint("http://127.0.0.1:4318/") == "http://127.0.0.1:4318"
