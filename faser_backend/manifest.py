@@ -39,9 +39,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from faser_backend.core.errors import ManifestError
 from faser_backend.core.model import COMPUTES, FLOAT32_WEIGHTS, TWO_PARTS, ModelSpec, WeightFormat
@@ -139,7 +139,7 @@ class EngineManifest:
 
     runtime: str
     dtype: str
-    kv_block_size: int
+    kv_block_size: Annotated[int, Field(ge=1)]
     kv_cache_dtype: str  # of keys and values in the pool
     exit_layers: tuple[int, ...]
     target: ModelEngine
@@ -218,8 +218,6 @@ class EngineManifest:
         kv_cache_dtypes = CPU_KV_CACHE_DTYPES if self.runtime_spec.is_cpu else (self.dtype,)
         _check_choice(path, "kv_cache_dtype", self.kv_cache_dtype, kv_cache_dtypes)
         _check_choice(path, "compute", self.compute, COMPUTES if self.runtime_spec.is_cpu else (TWO_PARTS,))
-        if self.kv_block_size < 1:
-            raise ManifestError(f"{path}: kv_block_size = {self.kv_block_size}: must be at least 1")
         sizes = [model.spec.vocab_size for model in self.models.values()]
         if sizes[0] != sizes[-1]:
             raise ManifestError(f"{path}: vocab_size of target = {sizes[0]} and of draft = {sizes[-1]} must be equal")

@@ -20,8 +20,7 @@ from faser_backend.device.runtime import ModelPair
 from faser_backend.manifest import EngineManifest
 from faser_backend.places import DEMO_PAIR, MODEL_REPO
 from faser_backend.plugins.tensorrt_import import import_tensorrt
-from faser_backend.serving.compose import choose_num_blocks, with_prompt_rows
-from faser_backend.serving.drafting import served_models
+from faser_backend.serving.compose import choose_num_blocks, served_models, with_prompt_rows
 from faser_backend.serving.runtimes import check_kernel_compiler, has_driver, open_runtime
 from faser_backend.triton.server import check_stub, find_triton
 

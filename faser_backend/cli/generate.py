@@ -87,12 +87,8 @@ def _opened(
     check_params(params)
     if run.engine_dir is not None:
         EngineManifest.load(run.engine_dir)  # refuses a mistyped path, which could be the name of a model
-    given = {
-        **engine.model_dump(exclude_unset=True),
-        **find_engine(run, policy=engine.policy),
-        "max_num_seqs": 1,
-        "on_step": on_step,
-    }
+    found = find_engine(run, policy=engine.policy)
+    given = {**engine.model_dump(exclude_unset=True), **found, "max_num_seqs": 1, "on_step": on_step}
     with shown_phases(in_pipes=False) as phases, LLM(chat_template=serving.chat_template, **given) as llm:
         phases.end()
         yield llm

@@ -1,6 +1,6 @@
 """Builds a running engine from an engine directory and a configuration.
 
-Runners, sampler, proposer and policy are chosen here alone; `serving/runtimes.py` opens the runtime. `assemble_on`
+Runners, sampler, drafter and policy are chosen here alone; `serving/runtimes.py` opens the runtime. `assemble_on`
 needs no engine directory and no profile: it takes an open runtime and its models.
 
 A GPU engine is warmed up before its first request: every graph is captured, and some batches run. That is on the thread
@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,21 +25,27 @@ import numpy as np
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError, FaserError
-from faser_backend.core.ports import Clock, Partition, Sampler
+from faser_backend.core.ports import Clock, Partition, PhaseTimes, Sampler
 from faser_backend.core.request import FinishReason, Limits, Request, Sampling
 from faser_backend.device.partition import split_name
 from faser_backend.device.runtime import ModelPair, OpenRunner
 from faser_backend.manifest import EngineManifest, ModelEngine
+from faser_backend.pipeline.draft import ModelProposer
 from faser_backend.pipeline.engine import Engine, Ports, assemble
+from faser_backend.pipeline.head import BlockProposer, HeadProposer
+from faser_backend.pipeline.joint import JointProposer
+from faser_backend.pipeline.ngram import NgramProposer
+from faser_backend.pipeline.propose import Proposer
 from faser_backend.policy.early_exit import NUM_CANDIDATES
 from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import Knowledge, SpeculationPolicy
-from faser_backend.serving.drafting import make_proposer, served_models, serving_knowledge
 from faser_backend.serving.loading import log, size_text
+from faser_backend.serving.profile_store import load_knowledge, with_ngrams
 from faser_backend.serving.runtimes import AnyRuntime, open_runtime
 
 _log = logging.getLogger(__name__)
 MIN_CONTEXT = 256  # tokens; less is of no use to anyone
+BOTH = "model+ngram"
 
 
 class SystemClock:
@@ -91,7 +97,17 @@ def engine_on(
 ) -> Engine:
     """Returns an engine of a directory on an open runtime, with its profile. It is not prepared yet."""
     models, config = served_models(manifest, config), with_prompt_rows(config, manifest)
-    policy = choose_policy(runtime, config, lambda: _load_knowledge(engine_dir, manifest, config))
+    splits = [split_name(*split) for split in runtime.splits]
+    if not splits and config.pipeline not in {"auto", "serial"}:
+        _log.warning("pipeline = %s: %s; every step is serial", config.pipeline, runtime.splits_note)
+
+    def load() -> Knowledge:
+        knowledge = serving_knowledge(engine_dir, manifest, config)
+        if not knowledge.costs.is_measured:
+            _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
+        return knowledge.on((WHOLE, *splits))
+
+    policy = make_policy(config, load, splits[0] if splits else None)
     return assemble_on(runtime, models, policy, config, on_close=on_close, clock=clock)
 
 
@@ -103,17 +119,6 @@ def prepared(engine: Engine) -> Engine:
         engine.close()
         raise
     return engine
-
-
-def choose_policy(
-    runtime: AnyRuntime, config: EngineConfig, load_knowledge: Callable[[], Knowledge]
-) -> SpeculationPolicy:
-    """Returns the configured policy, for the partitions that the runtime would open."""
-    splits = tuple(split_name(*split) for split in runtime.splits)
-    split = splits[0] if splits else None
-    if split is None and config.pipeline not in {"auto", "serial"}:
-        _log.warning("pipeline = %s: %s; every step is serial", config.pipeline, runtime.splits_note)
-    return make_policy(config, lambda: load_knowledge().on((WHOLE, *splits)), split)
 
 
 def assemble_on(
@@ -181,57 +186,38 @@ def open_partitions(
     says why. Only WHOLE is opened without is_drafting or a draft model, as nothing can overlap then.
     Raises ConfigError and leaves nothing open.
     """
-    with ExitStack() as stack:
-        opener = _Opener(runtime, sampler, stack)
+    with ExitStack() as stack:  # closes runners and lanes in reverse order
+
+        def open_runner(model: ModelEngine, share: Any, pool: Any) -> OpenRunner:
+            log.info(f"loading weights and kernels: a model of {size_text(model.num_weight_bytes)}")
+            runner = runtime.open_runner(model, share, pool)
+            stack.callback(runner.close)
+            return runner
+
         target_pool = runtime.open_pool(models.target, num_blocks)
-        target = opener.runner(models.target, runtime.menu.whole, target_pool)
-        if not is_drafting or models.draft is None:
+        target = open_runner(models.target, runtime.menu.whole, target_pool)
+        draft_model = models.draft
+        if not is_drafting or draft_model is None:
             return {WHOLE: Partition(target, None, None)}, stack.pop_all().close
-        draft_pool = runtime.open_pool(models.draft, num_blocks)
-        if models.draft.spec.reads_target:
+        draft_pool = runtime.open_pool(draft_model, num_blocks)
+        if draft_model.spec.reads_target:
             draft_pool.features = target_pool.features  # the head reads what the target writes
-        draft = opener.runner(models.draft, runtime.menu.whole, draft_pool)
+        draft = open_runner(draft_model, runtime.menu.whole, draft_pool)
         partitions = {WHOLE: Partition(target, draft, None, runtime.open_draft_loop(draft, sampler))}
         if any(name != WHOLE for name in names):
             _log.log(logging.INFO if runtime.splits else logging.WARNING, "splits: %s", runtime.splits_note)
-            for split in runtime.splits:
-                if split_name(*split) in names:
-                    partitions[split_name(*split)] = opener.split(models, split, target_pool, draft_pool)
+        for draft_share, target_share in runtime.splits:
+            if (name := split_name(draft_share, target_share)) not in names:
+                continue
+            # Its runners share the pools of WHOLE; each is opened on its lane's thread.
+            lanes = runtime.open_lanes(draft_share, target_share)
+            stack.callback(lanes.close)  # if opening a runner fails
+            target = lanes.on_target(partial(open_runner, models.target, target_share, target_pool))
+            draft = lanes.on_draft(partial(open_runner, draft_model, draft_share, draft_pool))
+            draft_loop = lanes.on_draft(partial(runtime.open_draft_loop, draft, sampler))
+            stack.callback(lanes.close)  # before the runners, so that running calls end first
+            partitions[name] = Partition(target, draft, lanes, draft_loop)
         return partitions, stack.pop_all().close
-
-
-@dataclass(frozen=True, slots=True)
-class _Opener:
-    """Opens runners and lanes; `stack` closes them in reverse order."""
-
-    runtime: AnyRuntime
-    sampler: Sampler
-    stack: ExitStack
-
-    def runner(self, model: ModelEngine, share: Any, pool: Any) -> OpenRunner:
-        log.info(f"loading weights and kernels: a model of {size_text(model.num_weight_bytes)}")
-        runner = self.runtime.open_runner(model, share, pool)
-        self.stack.callback(runner.close)
-        return runner
-
-    def split(self, models: ModelPair, split: tuple[Any, Any], target_pool: Any, draft_pool: Any) -> Partition:
-        """Returns runners that share the pools of WHOLE, each opened on its lane's thread."""
-        draft_model, (draft_share, target_share) = models.draft, split
-        assert draft_model is not None
-        lanes = self.runtime.open_lanes(draft_share, target_share)
-        self.stack.callback(lanes.close)  # if opening a runner fails
-        target = lanes.on_target(lambda: self.runner(models.target, target_share, target_pool))
-        draft = lanes.on_draft(lambda: self.runner(draft_model, draft_share, draft_pool))
-        draft_loop = lanes.on_draft(lambda: self.runtime.open_draft_loop(draft, self.sampler))
-        self.stack.callback(lanes.close)  # before the runners, so that running calls end first
-        return Partition(target, draft, lanes, draft_loop)
-
-
-def _load_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
-    knowledge = serving_knowledge(engine_dir, manifest, config)
-    if not knowledge.costs.is_measured:
-        _log.warning("%s has no profile: costs are conservative guesses; run `faser profile %s`", *[engine_dir] * 2)
-    return knowledge
 
 
 def with_prompt_rows(config: EngineConfig, manifest: EngineManifest) -> EngineConfig:
@@ -284,6 +270,59 @@ def clipped_context(max_context: int, num_tokens: int) -> int:
             "all KV blocks: free memory, choose smaller models, or set --num-kv-blocks"
         )
     return min(max_context, num_tokens)
+
+
+# -- the drafter: the draft model, n-grams of the text so far, or both -------------------------------------------------
+def served_models(manifest: EngineManifest, config: EngineConfig) -> ModelPair:
+    """Returns the models to load; none for drafting if n-grams draft. Raises ConfigError for bad combinations."""
+    if config.draft in ("model", BOTH) and manifest.draft is None:
+        raise ConfigError(
+            f"draft = {config.draft!r}: the engine directory has no draft model; use 'ngram', or build with one"
+        )
+    draft = None if config.draft == "ngram" else manifest.draft
+    if draft is None and config.early_exit == "on":
+        raise ConfigError(
+            "early_exit = 'on': an exit scores the candidates of a draft model, and n-grams draft here; use 'auto'"
+        )
+    if config.draft == BOTH and config.early_exit == "on":
+        raise ConfigError(f"early_exit = 'on' with draft = {BOTH!r}: n-gram chains have no exits; use 'auto'")
+    if config.early_exit == "on" and config.policy != "none" and not manifest.exit_layers:
+        raise ConfigError("early_exit = 'on': the engine has no exits; build it with --exit-layers, then profile it")
+    target = manifest.target
+    if draft is None and manifest.runtime_spec.is_cpu:  # elsewhere features are an input of the segments
+        target = replace(target, spec=replace(target.spec, feature_layers=()))  # that a head would read
+    return ModelPair(target, draft)
+
+
+def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: EngineConfig) -> Knowledge:
+    """Returns the profile's knowledge for policies. Raises ConfigError, also if the profile does not fit.
+
+    If n-grams draft, the measured costs and acceptance of the draft model are left out.
+    """
+    models = served_models(manifest, config)
+    knowledge = load_knowledge(engine_dir, manifest)
+    if models.draft is None:
+        margins = knowledge.margins if manifest.draft is None else {}
+        return Knowledge(with_ngrams(knowledge.costs), margins)
+    if config.acceptance == "rejection" and knowledge.costs.num_idle is None:
+        # It needs the draft's probabilities: the host draws.
+        return replace(knowledge, costs=replace(knowledge.costs, drafts_at_once=False))
+    return knowledge
+
+
+def make_proposer(
+    models: ModelPair, config: EngineConfig, sampler: Sampler, times: PhaseTimes, block_tables: np.ndarray
+) -> Proposer:
+    """Returns the proposer. block_tables [max_num_seqs, max_blocks], by slot."""
+    keeps_probs = config.acceptance == "rejection"
+    look_ups = NgramProposer(times)
+    if models.draft is None:
+        return look_ups
+    proposer = HeadProposer if models.draft.spec.reads_target else ModelProposer
+    if models.draft.spec.block_size:
+        proposer = BlockProposer
+    model = proposer(sampler, times, block_tables, keeps_probs=keeps_probs)
+    return JointProposer(model, look_ups, config.max_prefill_tokens) if config.draft == BOTH else model
 
 
 # -- warming up --------------------------------------------------------------------------------------------------------

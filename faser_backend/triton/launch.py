@@ -23,7 +23,7 @@ from faser_backend.core.decision import WHOLE
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest, read_manifest_fields
 from faser_backend.policy.registry import make_policy
-from faser_backend.serving.drafting import served_models, serving_knowledge
+from faser_backend.serving.compose import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServeOptions, given_parameters

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -45,7 +46,7 @@ from faser_backend.lab.prompts import PromptLimits, PromptMaker, PromptSet, load
 from faser_backend.lab.steps import StepLog
 from faser_backend.lab.tables import check_output
 from faser_backend.lab.traces import read_trace
-from faser_backend.manifest import MANIFEST_FILE, EngineManifest
+from faser_backend.manifest import EngineManifest
 from faser_backend.profiling.profile import run_profile
 from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.processes import terminable
@@ -162,20 +163,15 @@ class BenchRun:
         except ConfigError as error:
             if self._options.engine_dir is None:
                 print(f"{error}: measuring a quick one first", file=sys.stderr)
-                self._engine_dir = self._own_folder()
+                # Links with a profile of their own, which no server takes for its user's.
+                self._links, skips = tempfile.TemporaryDirectory(), shutil.ignore_patterns(PROFILE_FILE)
+                own = Path(self._links.name, self._engine_dir.name)
+                shutil.copytree(self._engine_dir.resolve(), own, copy_function=os.symlink, ignore=skips)
+                self._engine_dir = own
                 run_profile(self._engine_dir, is_quick=True, budget_s=max((self._end_s - time.monotonic()) / 3, 1.0))
                 self.warnings.append("The engines had no valid profile: a quick one was measured before the benchmark.")
             elif not os.path.lexists(self._engine_dir / PROFILE_FILE):  # policies that read an invalid one are left out
                 self.warnings.append(f"Policies that decide by cost had only guesses: {error}.")
-
-    def _own_folder(self) -> Path:
-        """Returns a folder of links to the engine, whose profile no server takes for its own."""
-        self._linked = tempfile.TemporaryDirectory()
-        folder = Path(self._linked.name, self._engine_dir.name)
-        folder.mkdir()
-        for file in (MANIFEST_FILE, *{each.name for each in self._manifest.files}):
-            (folder / file).symlink_to(self._engine_dir.resolve() / file)
-        return folder
 
     def _make_workload(self) -> Workload:
         manifest, options, prompts = self._manifest, self._options, self._prompts.prompts

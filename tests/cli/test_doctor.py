@@ -71,11 +71,8 @@ def test_why_there_is_no_gpu(driver: FakeDriver, reason: str) -> None:
     assert found["green contexts"].detail == "need an NVIDIA GPU" and found["torch"].detail == "asked with a GPU: False"
 
 
-def test_a_gpu_has_a_size(run, engine_dir: Path) -> None:
-    for size in ("inf", "nan", 0):
-        assert f"gpu_gib = {size}" in run("doctor", "--engine-dir", engine_dir, "--gpu-gib", size)[2].replace(
-            "0.0", "0"
-        )
+def test_a_gpu_has_a_size(run) -> None:
+    assert "gpu_gib = inf: " in run("doctor", "--gpu-gib", "inf")[2]
 
 
 def test_cuda_python_is_named_where_it_is_missing() -> None:

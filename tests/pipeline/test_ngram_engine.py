@@ -23,9 +23,8 @@ from faser_backend.policy.calibration import KINDS, MarginCounts
 from faser_backend.policy.cost_model import DRAFT, TARGET, OverheadCost
 from faser_backend.profiling import profile as profiling
 from faser_backend.profiling.profile import profile_engine
-from faser_backend.serving import drafting
-from faser_backend.serving.compose import build_engine
-from faser_backend.serving.drafting import serving_knowledge
+from faser_backend.serving import compose
+from faser_backend.serving.compose import build_engine, serving_knowledge
 from faser_backend.serving.profile_store import load_profile, with_ngrams
 from faser_backend.triton.launch import check_engine
 from tests.pipeline.test_engine import random_requests
@@ -152,7 +151,7 @@ def test_what_was_measured_of_a_draft_model_is_not_used(engine_dir: Path, monkey
         overhead=OverheadCost(1.0, 2.0, 3.0, 400.0, 50.0, trim_us=60.0, trim_sequence_us=7.0),
     )
     known = replace(guessed, costs=measured, margins=dict.fromkeys(KINDS, MarginCounts(np.ones(14), np.ones(14))))
-    monkeypatch.setattr(drafting, "load_knowledge", lambda *_: known)
+    monkeypatch.setattr(compose, "load_knowledge", lambda *_: known)
     used = serving_knowledge(engine_dir, manifest, config())
     assert (used.costs, used.margins, used.exits) == (known.costs, known.margins, known.exits)
     seen = serving_knowledge(engine_dir, manifest, config(draft="ngram"))
