@@ -100,7 +100,7 @@ class _Blas:
 
     lock = threading.RLock()  # the collector may end an abandoned runtime in the midst of it
     num_runtimes = 0
-    limits: threadpool_limits | None = None
+    limits: threadpool_limits
 
 
 @contextmanager
@@ -111,16 +111,16 @@ def _one_blas_thread() -> Iterator[None]:
     which then ran a quarter longer.
     """
     with _Blas.lock:
+        if not _Blas.num_runtimes:
+            _Blas.limits = threadpool_limits(1, user_api="blas")
         _Blas.num_runtimes += 1
-        _Blas.limits = _Blas.limits or threadpool_limits(1, user_api="blas")
     try:
         yield
     finally:
         with _Blas.lock:
             _Blas.num_runtimes -= 1
-            if not _Blas.num_runtimes and _Blas.limits is not None:
+            if not _Blas.num_runtimes:
                 _Blas.limits.restore_original_limits()
-                _Blas.limits = None
 
 
 def useful_splits(

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from operator import call
 from pathlib import Path
 from typing import Any
 
@@ -231,11 +232,8 @@ def with_prompt_rows(config: EngineConfig, manifest: EngineManifest) -> EngineCo
 
 def check_call_limits(models: ModelPair, config: EngineConfig) -> None:
     """Raises ConfigError if the scheduler could make larger calls than the engines were compiled for."""
-    for field, dimension, wanted in (
-        ("max_num_seqs", "B", config.max_num_seqs),
-        ("max_prefill_tokens", "T", config.max_prefill_tokens),
-        ("max_prefill_tokens", "Q", config.max_prefill_tokens),
-    ):
+    for dimension, field in {"B": "max_num_seqs", "T": "max_prefill_tokens", "Q": "max_prefill_tokens"}.items():
+        wanted = getattr(config, field)
         for segment in (segment for model in models.present for segment in model.segments):
             if wanted > segment.most(dimension):
                 raise ConfigError(
@@ -355,28 +353,23 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     finally:
         engine.step_runner.observers[:] = observers
     engine.reset_metrics()
-    metrics, num_s = engine.metrics(), time.perf_counter() - start
-    num_graphs, num_failed = metrics.num_graphs, metrics.num_failed_captures
-    _log.info("captured %d graphs in %.1f s (%d could not be captured)", num_graphs, captured_s, num_failed)
-    _log.info("warmed up with %d batches; ready after %.1f s", num_batches, num_s)
+    found, words = engine.metrics(), "captured %d graphs in %.1f s (%d could not be captured)"
+    _log.info(words, found.num_graphs, captured_s, found.num_failed_captures)
+    _log.info("warmed up with %d batches; ready after %.1f s", num_batches, time.perf_counter() - start)
 
 
 def capture_menus(partition: Partition, max_num_seqs: int) -> None:
     """Captures the calls of target, draft and draft loop, on the threads that will run them."""
     lanes: Any = partition.lanes
+    on_target, on_draft = (call, call) if lanes is None else (lanes.on_target, lanes.on_draft)
     num_candidates = NUM_CANDIDATES if partition.target.exits else 0
-    for lane, captured, arguments in (
-        ("on_target", partition.target, (num_candidates,)),
-        ("on_draft", partition.draft, (0,)),
-        ("on_draft", partition.draft_loop, (max_num_seqs, num_candidates)),
+    for on_lane, captured, arguments in (
+        (on_target, partition.target, (num_candidates,)),
+        (on_draft, partition.draft, (0,)),
+        (on_draft, partition.draft_loop, (max_num_seqs, num_candidates)),
     ):
-        capture = getattr(captured, "capture_menu", None)
-        if capture is None:
-            continue  # not all possible calls are known
-        if lanes is None:
-            capture(*arguments)
-        else:
-            getattr(lanes, lane)(partial(capture, *arguments))
+        if (capture := getattr(captured, "capture_menu", None)) is not None:  # all possible calls are known
+            on_lane(partial(capture, *arguments))
 
 
 def warm_up_batches(limits: Limits, max_num_seqs: int, max_prefill_tokens: int) -> Iterator[list[Request]]:
@@ -390,7 +383,6 @@ def warm_up_batches(limits: Limits, max_num_seqs: int, max_prefill_tokens: int) 
         return Request(f"warm-up {name}", prompt, num_tokens, Sampling(temperature=temperature))
 
     yield [request("prompt", max_prefill_tokens, 0.0)]
-    sizes = [1 << power for power in range(max_num_seqs.bit_length()) if 1 << power <= max_num_seqs]
-    for size in sizes if sizes[-1] == max_num_seqs else [*sizes, max_num_seqs]:
+    for size in sorted({min(1 << power, max_num_seqs) for power in range(max_num_seqs.bit_length() + 1)}):
         for temperature in TEMPERATURES:
             yield [request(f"{size} {temperature} {index}", NUM_PROMPT_TOKENS, temperature) for index in range(size)]

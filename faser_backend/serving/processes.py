@@ -61,11 +61,7 @@ def terminable() -> Iterator[None]:
 
 def children(pid: int) -> list[int]:
     """Returns the running children of a process's main thread, which inherits those of threads that have ended."""
-    try:
-        found = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return []
-    return [child for child in map(int, found) if is_running(child)]
+    return [child for child in map(int, _read(pid, f"task/{pid}/children").split()) if is_running(child)]
 
 
 def is_running(pid: int) -> bool:
@@ -75,10 +71,7 @@ def is_running(pid: int) -> bool:
 
 def arguments(pid: int) -> list[str]:
     """Returns the command line of a process, empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:-1]
-    except OSError:
-        return []
+    return _read(pid, "cmdline").split("\0")[:-1]
 
 
 def is_stopped(pid: int) -> bool:
@@ -94,7 +87,12 @@ def cpu_seconds(pid: int) -> float:
 
 def _state(pid: int) -> list[str]:
     """Returns the words of /proc/PID/stat from the state on, none if it has ended."""
+    return _read(pid, "stat").rpartition(")")[2].split()
+
+
+def _read(pid: int, name: str) -> str:
+    """Returns the text of /proc/PID/name, empty if the process has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace")
     except OSError:
-        return []
+        return ""
