@@ -188,8 +188,6 @@ class EngineManifest:
             first = error.errors()[0]
             field = ".".join(map(str, first["loc"]))
             raise ManifestError(f"{path}: malformed ({field} = {first['input']!r:.80}: {first['msg']})") from None
-        except ValueError as error:
-            raise ManifestError(f"{path}: malformed ({shown(str(error))})") from None
         manifest._check_fields(path)
         for file in manifest.files:
             _check_size(path.parent, file)

@@ -312,8 +312,7 @@ def _request(
         wants_stats=True,
         lora_name=model.lora_name,
     )
-    if request.max_tokens < asked:
-        log_clamp(asked, request)
+    log_clamp(asked, request)
     return request
 
 

@@ -60,13 +60,14 @@ class LLM:
 
         Raises ManifestError or ConfigError; FaserError if the engine cannot be warmed up.
         """
-        config = EngineConfig.from_options(**{"max_queue_size": 0, **options, "draft": "auto"})
+        draft = options.pop("draft", "auto")
+        config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
         self.engine_dir = Path(engine_dir) if engine_dir is not None else demo_engine_dir()
         if not self.engine_dir.is_dir() or (self.engine_dir / "config.json").is_file():
-            run = RunOptions.from_options(model=str(engine_dir), draft=options.get("draft", "auto"))
+            run = RunOptions.from_options(model=str(engine_dir), draft=draft)
             found = find_engine(run, policy=config.policy)
-            self.engine_dir, options["draft"] = found["engine_dir"], found["draft"]
-        config = EngineConfig.from_options(**{"max_queue_size": 0, **options})
+            self.engine_dir, draft = found["engine_dir"], found["draft"]
+        config = EngineConfig.from_options(**config.model_dump(exclude_unset=True), draft=draft)
         self.manifest = EngineManifest.load(self.engine_dir)
         template = None if chat_template is None else Path(chat_template)
         prompts = PromptFormat.load(self.engine_dir, self.manifest, chat_template_file=template)

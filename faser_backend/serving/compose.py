@@ -341,8 +341,7 @@ def warm_up(engine: Engine, *, max_num_seqs: int, max_prefill_tokens: int) -> No
     engine.step_runner.observers.clear()
     num_batches = 0
     try:
-        for batch in warm_up_batches(engine.limits, max_num_seqs, max_prefill_tokens):
-            num_batches += 1
+        for num_batches, batch in enumerate(warm_up_batches(engine.limits, max_num_seqs, max_prefill_tokens), 1):
             log.info(f"warming up: batch {num_batches}, {len(batch)} requests")
             for request in batch:
                 engine.submit(request)

@@ -103,8 +103,7 @@ def grpc_tls_options(cert: Path | None, key: Path | None, root: Path | None) -> 
     if (cert is None or key is None) and any(given.values()):
         raise ConfigError("--grpc-tls-cert, --grpc-tls-key: both are needed, or none")
     named = {"server-cert": cert, "server-key": key, "root-cert": root}
-    switches = [] if cert is None else ["--grpc-use-ssl=true"]
-    switches += [] if root is None else ["--grpc-use-ssl-mutual=true"]
+    switches = ["--grpc-use-ssl=true"] * (cert is not None) + ["--grpc-use-ssl-mutual=true"] * (root is not None)
     return switches + [f"--grpc-{name}={path.resolve()}" for name, path in named.items() if path is not None]
 
 
@@ -211,8 +210,7 @@ class ServeOptions(OptionTable):
     def ports(self) -> dict[str, int]:
         """The ports that are opened, by the options that choose them."""
         names = ("http-port", "grpc-port", "metrics-port", "openai-port")
-        found = {name: getattr(self, name.replace("-", "_")) for name in names}
-        return {name: port for name, port in found.items() if port is not None}
+        return {name: port for name in names if (port := getattr(self, name.replace("-", "_"))) is not None}
 
 
 class OpenAIOptions(OptionTable):

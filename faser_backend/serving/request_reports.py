@@ -156,7 +156,9 @@ def about(request_id: str, **fields: Any) -> dict[str, Any]:
 
 
 def log_clamp(asked: int, request: Request) -> None:
-    """Logs that a request gets fewer tokens than it asks for."""
+    """Logs that a request gets fewer tokens than it asks for, if it does."""
+    if request.max_tokens >= asked:
+        return
     message = "max_tokens = %d: clamped to %d, the room in the context behind a prompt of %d tokens"
     client_id = request.request_id.partition(".")[0]
     _requests.warning(message, asked, request.max_tokens, request.prompt_ids.size, extra=about(client_id))

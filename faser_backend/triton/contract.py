@@ -145,8 +145,7 @@ def _parse_row(tensors: Tensors, request_id: str, handshake: Handshake, *, is_ll
         guide=_read_guide(tensors),
         **_read_lora(tensors, handshake.model.adapters),
     )
-    if request.max_tokens < asked:
-        log_clamp(asked, request)
+    log_clamp(asked, request)
     request.validate(model.limits)
     _check_logits(request, model.limits)
     return ParsedRequest(

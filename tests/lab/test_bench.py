@@ -32,7 +32,6 @@ from faser_backend.lab.contestants import LOADS, Contestant, Sizing, split_names
 from faser_backend.lab.drive import ClosedLoop, InProcess, OpenLoop, OwnClock, take_turns
 from faser_backend.lab.peers.programs import body_of
 from faser_backend.lab.steps import count_lost, figures
-from faser_backend.manifest import EngineManifest
 from faser_backend.text.prompts import Prompt
 from tests.engines import test_prompt_files
 from tests.engines.test_prompt_files import load
@@ -120,8 +119,7 @@ def test_a_profile_takes_a_third_of_the_budget_and_an_invalid_one_is_not_missing
     monkeypatch.setattr(command, "demo_engine_dir", lambda: copy)
 
     def profile(folder: Path, *, budget_s: float, **_: object) -> None:
-        EngineManifest.load(folder)
-        (folder / "profile.json").write_text("{}")
+        (folder / "profile.json").touch()
         budgets.append(budget_s)
 
     monkeypatch.setattr(command, "run_profile", profile)
