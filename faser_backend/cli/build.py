@@ -123,7 +123,7 @@ def build(*, options: BuildOptions) -> None:
             progress=lambda what, done, total: phases.begin(f"step {min(done + 1, total)} of {total}: {what}"),
         )
     print(summary(output, manifest) + "; replaces the engines that were there" * was_built)
-    sizes = [model.num_weight_bytes / MIB for model in (manifest.target, manifest.draft) if model is not None]
+    sizes = [model.num_weight_bytes / MIB for model in manifest.models.values()]
     if sizes[-1] > sizes[0]:
         print(
             f"warning: the draft has {sizes[-1]:.1f} MiB of weights, the target only {sizes[0]:.1f} MiB, so drafting "
@@ -152,9 +152,7 @@ def summary(output: Path, manifest: EngineManifest) -> str:
         parts.append(f"products {manifest.compute}")
     if manifest.kv_cache_dtype != manifest.dtype:
         parts.append(f"KV cache {manifest.kv_cache_dtype}")
-    for side, model in (("target", manifest.target), ("draft", manifest.draft)):
-        if model is None:
-            continue
+    for side, model in manifest.models.items():
         stored = model.weight_format
         if stored.title != "fp32":
             parts.append(f"{side} weights {stored.title}")

@@ -70,7 +70,7 @@ def find_engine(
     policy: checked before, as far as it can be without an engine. build: options of `build_engines`, for a model that
     is built.
     """
-    path, is_source = _path_of(run.model or ""), run.draft not in get_args(DraftSource)
+    path, is_source = Path(os.path.expanduser(run.model or "")), run.draft not in get_args(DraftSource)
     if run.model is not None and run.engine_dir is not None:
         raise ConfigError(f"--engine-dir = {run.engine_dir}: MODEL = {run.model!r} is given too")
     if run.model is None or (path / MANIFEST_FILE).is_file():
@@ -104,11 +104,7 @@ def find_engine(
 
 def shown_name(model: str) -> str:
     """Returns the name of a model for people: a file's or folder's own, or the hub's."""
-    return Path(model).name.removesuffix(".gguf") if _path_of(model).exists() else model
-
-
-def _path_of(name: str) -> Path:
-    return Path(os.path.expanduser(name))  # Path.expanduser raises an error for an unknown ~user
+    return Path(model).name.removesuffix(".gguf") if Path(os.path.expanduser(model)).exists() else model
 
 
 def demo_engine_dir(*, pair: Path = DEMO_PAIR) -> Path:
@@ -122,7 +118,7 @@ def demo_engine_dir(*, pair: Path = DEMO_PAIR) -> Path:
 
 def _open_source(option: str, name: str) -> Source:
     """Returns the checkpoint of this name, downloaded if it is a hub's. Raises ConfigError that names the option."""
-    path = _path_of(name)
+    path = Path(os.path.expanduser(name))  # Path.expanduser raises an error for an unknown ~user
     if path.exists():
         return local_source(name, path)
     match = HUB_NAME.fullmatch(name)
@@ -226,9 +222,11 @@ def cached_engine(
 
 def cache_folder(num_bytes: int = MIN_FREE_BYTES) -> Path:
     """Returns the folder of engines, made if needed. Raises ConfigError if num_bytes cannot be written to it."""
-    base = os.environ.get("XDG_CACHE_HOME") or _path_of("~/.cache")
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     cache = Path(os.environ.get("FASER_CACHE") or Path(base, "faser", "engines"))
     try:
+        if cache.parts[0] == "~":
+            raise FileError(cache, "this user has no home directory")
         cache.mkdir(parents=True, exist_ok=True)
         check_room(cache, num_bytes, "engines")
     except (OSError, FileError) as error:

@@ -141,9 +141,8 @@ class Profile:
 
     def save(self, engine_dir: Path) -> None:
         """Writes ENGINE_DIR/profile.json atomically, by a rename."""
-        fields: dict[str, Any] = {name: getattr(self, name) for name in ("date", "spread")}
-        fields |= {name: asdict(getattr(self, name)) for name in ("fingerprint", "overhead", "calibration")}
-        fields["costs"] = [(*key, [asdict(cost) for cost in costs]) for key, costs in self.costs.items()]
+        fields = asdict(self)
+        fields["costs"] = [(*key, costs) for key, costs in fields["costs"].items()]
         text = json.dumps(fields, default=np.ndarray.tolist)
         partial = engine_dir / f".{PROFILE_FILE}.{os.getpid()}"
         head = {"format_version": FORMAT_VERSION, "sha256": _sha256(text)}
