@@ -16,8 +16,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +37,8 @@ from faser_backend.serving.runtimes import AnyRuntime
 
 MAX_POOL_BYTES = 512 << 20
 CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner caches
-MIN_GROUP_CASES = 12  # that are measured whatever they cost
+MIN_GROUP_CASES = 12  # that are measured whatever they cost, unless the user has set a budget
+FEWEST_GROUP_CASES = 4  # that are measured in any case
 DRAFT_RUN = 4  # consecutive calls of a draft sample, which is their mean
 TARGET_WARM_US = 4000.0  # of calls of its own shape, before a target sample
 Work = Callable[[], object]
@@ -173,10 +175,20 @@ class Bench:
     """The KV pools and the cases of a pair of models, used on all partitions of a runtime."""
 
     def __init__(
-        self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], *, max_sweeps: int, seed: int
+        self,
+        runtime: AnyRuntime,
+        models: ModelPair,
+        cases: dict[str, list[Case]],
+        *,
+        max_sweeps: int,
+        seed: int,
+        is_bounded: bool = False,
     ) -> None:
+        """is_bounded: calls beyond the fewest that can be fitted are left out when time is up."""
         self._runtime = runtime
-        self._max_sweeps = max_sweeps
+        self._max_sweeps, self._is_bounded = max_sweeps, is_bounded
+        self._swept_s, self._waited_s = 0.0, 0.0
+        self.is_cut = False  # calls were left out, because time was up
         self._models: dict[str, ModelEngine] = dict(zip((TARGET, DRAFT), models.present, strict=False))
         self._max_context, self._cases = models.max_context, cases
         self._rng = np.random.default_rng(seed)
@@ -194,13 +206,25 @@ class Bench:
             if share.company is None and share.other_model in self._models:
                 before = on_share.submit(self._other_work, share.other_model, share.part, opened).result()
             self._is_over = False
-            with self._company(share):
+            with self._company(share), self._counted_waits():
                 sweep = on_share.submit(self._sweep, share.model, runner, before, budget_s)
                 try:
                     return sweep.result()
                 finally:  # if interrupted, before the runners close: without helper threads a call would never end
                     self._is_over = True
                     wait([sweep])
+
+    @property
+    def waiting_share(self) -> float:
+        """The share of measuring time that the most delayed thread was ready to run, but had no core."""
+        return self._waited_s / max(self._swept_s, 1e-9)
+
+    @contextmanager
+    def _counted_waits(self) -> Iterator[None]:
+        start, before = time.perf_counter(), _waited_ns()
+        yield
+        self._waited_s += max(ns - before.get(thread, 0) for thread, ns in _waited_ns().items()) / 1e9
+        self._swept_s += time.perf_counter() - start
 
     def _sweep(self, model: str, runner: TimedRunner, before: Work, budget_s: float) -> list[Sampled]:
         """before: an untimed call of the other model, if the two alternate on the same cores."""
@@ -215,7 +239,10 @@ class Bench:
         self, model: str, runner: TimedRunner, before: Work, group: list[Case], budget_s: float
     ) -> list[Sampled]:
         num_calls = DRAFT_RUN if model == DRAFT else 1
-        calls = self._calls(model, runner, sorted(group, key=lambda case: (case.num_rows, case.num_tokens)))
+        group = sorted(group, key=lambda case: (case.num_rows, case.num_tokens))
+        # The first few already differ in rows and in contexts, because a budget may end behind them.
+        group[:MIN_GROUP_CASES] = [case for first in range(3) for case in group[first:MIN_GROUP_CASES:3]]
+        calls = self._calls(model, runner, group)
         num_first = 1 if runner.loop is None else num_calls  # a chain's length is part of its shape
         deadline, spent_s, samples = time.perf_counter() + budget_s, 0.0, list[list[np.ndarray]]()
 
@@ -233,13 +260,16 @@ class Bench:
         for case, batch in calls:
             if len(samples) >= MIN_GROUP_CASES and 3 * spent_s > budget_s:
                 break
+            if self._is_bounded and len(samples) >= FEWEST_GROUP_CASES and time.perf_counter() > deadline:
+                self.is_cut = True
+                break
             for _ in range(2):  # the first call allocates the shape's buffers; on a GPU the second captures its graph
                 runner.time(batch, num_first)
             start = time.perf_counter()
             samples.append([sample(case, batch)])
             spent_s += time.perf_counter() - start
         for sweep in range(1, self._max_sweeps):
-            if sweep >= 3 and time.perf_counter() > deadline:
+            if (sweep >= 3 or self._is_bounded) and time.perf_counter() > deadline:
                 break
             for index in self._rng.permutation(len(samples)):
                 samples[index].append(sample(*calls[index]))
@@ -301,6 +331,18 @@ class Bench:
             finally:
                 is_over.set()
                 working.result()
+
+
+def _waited_ns() -> dict[str, int]:
+    """Returns how long each thread of this process was ready to run, but had no core. Zeros: the kernel has no count.
+
+    A program that never rests shares a core evenly, which makes every repeat of a call equally slow.
+    """
+    waited = {"": 0}
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has ended
+            waited[thread.name] = int((thread / "schedstat").read_text().split()[1])
+    return waited
 
 
 @contextmanager

@@ -46,6 +46,7 @@ PROFILE_BYTES = 8 << 20  # at most
 SEED = 0
 WIDE = 200  # columns of a table that nobody sees
 BUSY_SPREAD = 0.15  # an idle machine repeats a call within a few percent
+BUSY_WAITING = 0.2  # of measuring time; beside a program that never rests, a thread waits for half of it
 # For the estimate: probe steps, tokens per step and request in calibration, mean time of a measured step relative to a
 # probe step (whose chains are the longest), and calls that warm up a case.
 PROBE_STEPS, TOKENS_PER_STEP, SHORTER, CALLS_PER_CASE = 2, 1.5, 0.7, 4
@@ -215,7 +216,7 @@ class _Profiler:
         )  # fmt: skip
         steps = StepMeter(self.runtime, self._make_engine, effort, SEED)
         steps.visit()
-        sampled = self._measure_calls(effort)
+        sampled, warnings = self._measure_calls(effort, is_bounded=math.isfinite(budget_s))
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
@@ -227,8 +228,9 @@ class _Profiler:
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             costs=costs,
             overhead=overhead,
-            spread=float(np.median([point.spread for points in sampled.values() for point in points])),
+            spread=_spread(sampled),
             calibration=calibration,
+            warnings=warnings,
         )
 
     def _make_engine(self, config: EngineConfig) -> Engine:
@@ -270,14 +272,25 @@ class _Profiler:
             + max(effort.calls_s, calls_s)
         )
 
-    def _measure_calls(self, effort: Effort) -> dict[Share, list[Sampled]]:
-        """Measures one partition after the other."""
-        bench = Bench(self.runtime, self.models, self._cases(effort), max_sweeps=effort.max_sweeps, seed=SEED)
+    def _measure_calls(self, effort: Effort, *, is_bounded: bool) -> tuple[dict[Share, list[Sampled]], tuple[str, ...]]:
+        """Measures one partition after the other. Returns also what the user has to know of the measurement."""
+        cases, sweeps = self._cases(effort), effort.max_sweeps
+        bench = Bench(self.runtime, self.models, cases, max_sweeps=sweeps, seed=SEED, is_bounded=is_bounded)
         sampled = {}
         for index, share in enumerate(self.shares, 1):
             log.info(f"{index / (len(self.shares) + 2):4.0%}  {share.model} on {share.partition}")
             sampled[share] = bench.measure(share, effort.calls_s / len(self.shares))
-        return sampled
+        warnings = []
+        if _spread(sampled) > BUSY_SPREAD or bench.waiting_share > BUSY_WAITING:
+            warnings.append("the machine was busy, so times are too long: run `faser profile` again when it is idle")
+        if bench.is_cut:
+            num_measured, num_chosen = (
+                sum(map(len, sampled.values())),
+                sum(len(cases[share.model]) for share in sampled),
+            )
+            reason = f"the budget allowed {num_measured} of {num_chosen} calls"
+            warnings.append(f"{reason}, so predicted times are rough: raise --budget-s for better ones")
+        return sampled, tuple(warnings)
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
         log.info(f"{1 - 1 / (len(self.shares) + 2):4.0%}  step overhead")
@@ -287,6 +300,11 @@ class _Profiler:
             found |= TRIM
         steps.visit()
         return replace(steps.overhead(calls), **found)
+
+
+def _spread(sampled: dict[Share, list[Sampled]]) -> float:
+    """Returns the median over calls."""
+    return float(np.median([point.spread for points in sampled.values() for point in points]))
 
 
 def run_profile(
@@ -302,8 +320,8 @@ def run_profile(
             profile = profile_engine(engine_dir, is_quick=is_quick, prompts=prompts, budget_s=budget_s)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"{engine_dir} is unchanged") from None
-        if profile.spread > BUSY_SPREAD:
-            log.warning("the machine was busy, so times are too long: run `faser profile` again when it is idle")
+        for warning in profile.warnings:
+            log.warning(warning)
     profile.save(engine_dir)
     costs = cost_model_of(manifest, profile.costs, profile.overhead)
     print_tables(profile, costs, has_exits=bool(manifest.exit_layers))

@@ -257,7 +257,10 @@ def _ensure_profile(directory: Path, manifest: EngineManifest) -> None:
     with subprocess.Popen(command, **pipes, preexec_fn=die_with_parent) as process:  # noqa: PLW1509 - as in triton
         for line in process.stderr or ():
             log.info(f"profiling: {line.partition(' s  ')[2].strip() or '...'}")
-    if process.returncode:
+    if not process.returncode:
+        for warning in load_profile(directory, manifest).warnings:
+            log.warning(warning)
+    else:
         log.warning(f"no profile was measured ({line.strip()}): costs are guesses; run `faser profile {directory}`")
 
 

@@ -138,6 +138,7 @@ class Profile:
     overhead: OverheadCost
     spread: float  # median over calls of the interquartile range over the median: the noise of the machine
     calibration: Calibration
+    warnings: tuple[str, ...] = ()  # of the measurement, for the user
 
     def save(self, engine_dir: Path) -> None:
         """Writes ENGINE_DIR/profile.json atomically, by a rename."""
@@ -163,6 +164,7 @@ class Profile:
             overhead=OverheadCost(**fields["overhead"]),
             spread=fields["spread"],
             calibration=Calibration(**chances),
+            warnings=tuple(fields.get("warnings", ())),
         )
 
 

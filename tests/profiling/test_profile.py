@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -107,9 +109,24 @@ def test_a_slow_machine_tries_no_large_batches(engine: Path, monkeypatch: pytest
     monkeypatch.setattr(profile_module, "QUICK", replace(BRIEF, calls_s=0.001 if is_slow else 60.0))
     monkeypatch.setattr(profile_module, "phases_of_steps", steps)
     monkeypatch.setattr(TimedRunner, "time", call)
-    profile_engine(engine, is_quick=True, budget_s=40.0)
+    profile = profile_engine(engine, is_quick=True, budget_s=40.0)
     assert loads == ({1, 8} if is_slow else {1, 8, 32})
+    assert any("the budget allowed" in text for text in profile.warnings) == is_slow
     assert (max(call_rows) < 100) == is_slow
+
+
+def test_beside_a_program_that_never_rests_a_profile_warns(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every repeat of a call is equally slow then, so their spread says nothing."""
+    monkeypatch.setattr(profile_module, "QUICK", BRIEF)
+    monkeypatch.setattr(profile_module, "BUSY_SPREAD", np.inf)
+    burners = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        profile = profile_engine(engine, is_quick=True)
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+    assert [text.partition(",")[0] for text in profile.warnings] == ["the machine was busy"]
 
 
 def test_an_interrupt_closes_runners_behind_their_last_call(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,7 +165,7 @@ def test_what_was_saved_is_read_back(profiled: tuple[Path, Profile]) -> None:
         for found, cost in zip(again.costs[key], costs, strict=True):
             np.testing.assert_equal(asdict(found), asdict(cost))
     assert again.spread == profile.spread and again.fingerprint == profile.fingerprint
-    assert again.overhead == profile.overhead
+    assert again.overhead == profile.overhead and again.warnings == profile.warnings
     assert sorted(path.name for path in directory.iterdir() if path.name.startswith(".")) == []
 
 
