@@ -37,7 +37,7 @@ from faser_backend.serving.runtimes import AnyRuntime
 
 MAX_POOL_BYTES = 512 << 20
 CALLS_PER_GROUP = 48  # interleaved together: fewer than the call shapes that a runner caches
-MIN_GROUP_CASES = 12  # that are measured whatever they cost, unless the user has set a budget
+MIN_GROUP_CASES = 12  # that are measured whatever they cost, up to twice a budget
 FEWEST_GROUP_CASES = 4  # that are measured in any case
 DRAFT_RUN = 4  # consecutive calls of a draft sample, which is their mean
 TARGET_WARM_US = 4000.0  # of calls of its own shape, before a target sample
@@ -184,7 +184,7 @@ class Bench:
         seed: int,
         is_bounded: bool = False,
     ) -> None:
-        """is_bounded: calls beyond the fewest that can be fitted are left out when time is up."""
+        """is_bounded: after twice the time of a partition, calls beyond the fewest that can be fitted are left out."""
         self._runtime = runtime
         self._max_sweeps, self._is_bounded = max_sweeps, is_bounded
         self._swept_s, self._waited_s = 0.0, 0.0
@@ -260,7 +260,8 @@ class Bench:
         for case, batch in calls:
             if len(samples) >= MIN_GROUP_CASES and 3 * spent_s > budget_s:
                 break
-            if self._is_bounded and len(samples) >= FEWEST_GROUP_CASES and time.perf_counter() > deadline:
+            is_late = self._is_bounded and time.perf_counter() > deadline + budget_s
+            if is_late and len(samples) >= FEWEST_GROUP_CASES:
                 self.is_cut = True
                 break
             for _ in range(2):  # the first call allocates the shape's buffers; on a GPU the second captures its graph
@@ -269,7 +270,8 @@ class Bench:
             samples.append([sample(case, batch)])
             spent_s += time.perf_counter() - start
         for sweep in range(1, self._max_sweeps):
-            if (sweep >= 3 or self._is_bounded) and time.perf_counter() > deadline:
+            late_s = time.perf_counter() - deadline
+            if late_s > 0.0 and (sweep >= 3 or (self._is_bounded and late_s > budget_s)):
                 break
             for index in self._rng.permutation(len(samples)):
                 samples[index].append(sample(*calls[index]))

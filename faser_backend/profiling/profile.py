@@ -284,12 +284,9 @@ class _Profiler:
         if _spread(sampled) > BUSY_SPREAD or bench.waiting_share > BUSY_WAITING:
             warnings.append("the machine was busy, so times are too long: run `faser profile` again when it is idle")
         if bench.is_cut:
-            num_measured, num_chosen = (
-                sum(map(len, sampled.values())),
-                sum(len(cases[share.model]) for share in sampled),
-            )
-            reason = f"the budget allowed {num_measured} of {num_chosen} calls"
-            warnings.append(f"{reason}, so predicted times are rough: raise --budget-s for better ones")
+            num_measured, num_all = sum(map(len, sampled.values())), sum(len(cases[share.model]) for share in sampled)
+            reason = f"the budget allowed {num_measured} of {num_all} calls, so predicted times are rough"
+            warnings.append(f"{reason}: run `faser profile` with a larger --budget-s")
         return sampled, tuple(warnings)
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:

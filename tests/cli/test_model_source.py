@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
-from unittest.mock import MagicMock
 from wsgiref.simple_server import make_server
 
 import pytest
@@ -20,7 +19,7 @@ import pytest
 from faser_backend.api.llm import LLM
 from faser_backend.core.errors import ConfigError
 from faser_backend.manifest import EngineManifest
-from faser_backend.serving import model_source, profile_store
+from faser_backend.serving import model_source
 from faser_backend.serving.loading import reporting_to
 from faser_backend.serving.model_source import cached_engine, demo_engine_dir, find_engine, list_engines, local_source
 from faser_backend.serving.parameters import RunOptions
@@ -240,23 +239,3 @@ def test_a_file_gives_options_of_serve_and_the_command_line_wins(run, engine_dir
     for options, words in ((("--config", file), f"'--http-port': 'x' in {file}: "), (("--http-port", "y"), "'y': ")):
         status, _, err = run("serve", *options)
         assert status == 2 and words in err and not seen
-
-
-def test_serving_by_name_shows_the_warnings_of_its_profile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    found = iter([ConfigError("profile.json: missing"), SimpleNamespace(warnings=("the machine was busy",))])
-
-    def load(*_: object) -> object:
-        if isinstance(profile := next(found), Exception):
-            raise profile
-        return profile
-
-    process = MagicMock(stderr=[], returncode=0)
-    process.__enter__.return_value = process
-    monkeypatch.setattr(profile_store, "load_profile", load)
-    monkeypatch.setattr(model_source.subprocess, "Popen", lambda *_, **__: process)
-    model_source._ensure_profile(tmp_path, MagicMock())
-    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
-        "the machine was busy"
-    ]
