@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 from faser_backend.api.params import GuidedDecodingParams, SamplingParams
 from faser_backend.core.errors import ErrorCode, FailedError, Failure, RequestError, UnavailableError
-from faser_backend.core.request import EngineOutput, FinishReason, Grammar, Request, RequestStats, Sampling
+from faser_backend.core.request import GUIDE, EngineOutput, FinishReason, Grammar, Request, RequestStats, Sampling
 from faser_backend.serving.engine_loop import Subscription
 from faser_backend.serving.request_reports import log_clamp
 from faser_backend.serving.served_model import ServedModel
@@ -224,6 +224,8 @@ class Batch:
             raise UnavailableError("the engine was closed")
         for output in outputs:
             failure = output.error
+            if failure is not None and failure.field == GUIDE:
+                failure = output.error = failure.named("guided_decoding")
             if failure is not None and (len(self._by_id) == 1 or failure.code is ErrorCode.UNAVAILABLE):
                 raise FailedError(failure)
             answer = self._by_id[output.request_id]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,9 +40,14 @@ class Failure:
     code: ErrorCode
     message: str
     field: str | None = None  # of the request, which is to blame
+    detail: str = ""  # the message without the field, where that is known
 
     def __str__(self) -> str:
         return self.message
+
+    def named(self, field: str) -> Failure:
+        """Returns the failure with its field as the client knows it."""
+        return replace(self, message=f"{field} = {self.detail or self.message}", field=field)
 
 
 class FaserError(Exception):
@@ -50,10 +55,11 @@ class FaserError(Exception):
 
     code = ErrorCode.INVALID
     field: str | None = None
+    detail = ""
 
     @property
     def failure(self) -> Failure:
-        return Failure(self.code, str(self), self.field)
+        return Failure(self.code, str(self), self.field, self.detail)
 
 
 class RequestError(FaserError):
@@ -64,14 +70,14 @@ class RequestError(FaserError):
 
     def __init__(self, field: str, value: object, limit: str, *, code: ErrorCode = ErrorCode.INVALID) -> None:
         shown = repr(value)
-        self._told = f"{shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}"
+        self.detail = f"{shown if len(shown) <= 80 else shown[:77] + '...'}: {limit}"
         self.code = code
         self.blame(field)
 
     def blame(self, field: str) -> None:
         """Names the field as the client knows it."""
         self.field = field.partition(" ")[0]
-        self.args = (f"{field} = {self._told}",)
+        self.args = (f"{field} = {self.detail}",)
 
 
 class QueueFullError(FaserError):
@@ -95,13 +101,13 @@ class FailedError(FaserError):
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
-        self.code, self.field = failure.code, failure.field
+        self.code, self.field, self.detail = failure.code, failure.field, failure.detail
 
 
 def blamed(field: str | None, error: Exception) -> Failure:
     """Returns the failure of one request, caused by an error, in its field `field` if that is known."""
     if isinstance(error, FaserError):
-        return Failure(error.code, str(error), error.field or field)
+        return replace(error.failure, field=error.field or field)
     return Failure(ErrorCode.INTERNAL, f"{field or 'internal error'}: {type(error).__name__}: {error}", field)
 
 

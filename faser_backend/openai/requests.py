@@ -42,10 +42,10 @@ class Generation:
     tool_form: type[ToolForm] | None = None  # None: the request offers no tools
 
     def named(self, error: Exception) -> Exception:
-        """Returns the error; one of the guide begins with the field of this API that asks for it."""
+        """Returns the error; one of the guide names the field of this API that asks for it."""
         if not isinstance(error, FaserError) or error.field != GUIDE:
             return error
-        return FailedError(replace(error.failure, message=f"{self.guide_field}: {error}", field=self.guide_field))
+        return FailedError(error.failure.named(self.guide_field))
 
 
 def generations(body: Body, model: ServedModel) -> list[Generation]:

@@ -56,7 +56,7 @@ def read_guide(kind: str, guide: str) -> str:
     if kind not in TYPES:
         raise RequestError(GUIDE_TYPE, kind, f"must be one of {', '.join(TYPES)}")
     if kind != "json" and not guide:
-        raise RequestError(GUIDE, guide, f"is required with {GUIDE_TYPE} = {kind!r}")
+        raise RequestError(GUIDE, guide, f"a {kind} must not be empty")
     if len(guide.encode()) > MAX_GUIDE_BYTES:
         raise RequestError(GUIDE, guide, f"must be at most {MAX_GUIDE_BYTES} bytes")
     is_gbnf = kind == "ebnf_grammar" and not any(map(_LARK_LINE.match, guide.splitlines()))

@@ -199,7 +199,7 @@ def test_the_walker_says_what_a_fresh_one_says(built: Built) -> None:
     ("kind", "guide", "message"),
     [
         ("yaml", "x", "guided_decoding_guide_type = 'yaml': must be one of json, json_schema, regex"),
-        ("regex", "", "guided_decoding_guide = '': is required with guided_decoding_guide_type = 'regex'"),
+        ("regex", "", "guided_decoding_guide = '': a regex must not be empty"),
         ("json_schema", "{", "is not a valid json_schema: "),
         ("json_schema", "[" * 100_000, "is not a valid json_schema: "),
         ("json_schema", " " * (MAX_GUIDE_BYTES + 1), f"must be at most {MAX_GUIDE_BYTES} bytes"),
