@@ -100,10 +100,13 @@ class Sampling:
         _check_real("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
         _check_int("seed", self.seed, 0, MAX_SEED)
-        for token_id, bias in (self.logit_bias or {}).items():
-            _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
-            if math.isnan(bias) or bias == math.inf:
-                raise RequestError(f"logit_bias[{token_id}]", bias, "must be a number below +inf")
+        if bias := self.logit_bias:  # perhaps of the whole vocabulary
+            for token_id in (min(bias), max(bias)):
+                _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
+            values = np.fromiter(bias.values(), np.float64, len(bias))
+            for index in np.flatnonzero(~(values < np.inf))[:1]:
+                field = f"logit_bias[{list(bias)[index]}]"
+                raise RequestError(field, values[index].item(), "must be a number below +inf")
         _check_words("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_TOKENS, vocab_size)
 
 

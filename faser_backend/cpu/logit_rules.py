@@ -191,10 +191,10 @@ class LogitRules:
         forbids_end = sampling.min_tokens > 0 and bool(end_ids)
         if sampling.logit_bias or forbids_end:
             bias = sampling.logit_bias or {}
-            values = [value if value == -np.inf else np.clip(value, -_MAX_BIAS, _MAX_BIAS) for value in bias.values()]
+            values = np.fromiter(bias.values(), np.float64, len(bias))
             self._rules[slot] = _SlotRules(
-                bias_ids=np.array(list(bias), np.int64),
-                bias_values=np.array(values, np.float32),
+                bias_ids=np.fromiter(bias, np.int64, len(bias)),
+                bias_values=np.where(values == -np.inf, values, values.clip(-_MAX_BIAS, _MAX_BIAS)).astype(np.float32),
                 end_ids=np.array(end_ids, np.int64),
                 min_position=num_prompt_tokens + sampling.min_tokens if forbids_end else 0,
             )

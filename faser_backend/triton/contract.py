@@ -296,7 +296,8 @@ def _read_logit_bias(tensors: Tensors, handshake: Handshake) -> dict[int, float]
         limit = f"must be the vocabulary size of {model.limits.vocab_size}"
         raise RequestError("embedding_bias length", dense.size, limit)
     values = dense.reshape(-1)
-    return {int(token_id): float(values[token_id]) for token_id in np.flatnonzero(values)} or None
+    (token_ids,) = values.nonzero()
+    return dict(zip(token_ids.tolist(), values[token_ids].tolist(), strict=True)) or None
 
 
 # -- values of tensors ----------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """NumpySampler against a slow reference in plain Python, at edge cases, and while drafting."""
 
 import math
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.ports import NO_TOKEN
 from faser_backend.core.request import Sampling
+from faser_backend.cpu.logit_rules import LogitRules
 from faser_backend.cpu.noise import GumbelNoise, seed_keys
 from faser_backend.cpu.sampler import MAX_MARGIN, NumpySampler
 
@@ -234,6 +236,12 @@ class TestEdges:
             temperature=extreme, repetition_penalty=1e-300, logit_bias={0: 1e308, 1: -1e308}, frequency_penalty=-100.0
         )
         assert draw_one(single_slot(sampling), 1.0, 2.0, -3.0, 4.0) == 0
+
+    def test_a_bias_of_a_whole_vocabulary_takes_little_of_a_steps_thread(self) -> None:
+        rules, sampling = LogitRules(150_000), Sampling(logit_bias=dict.fromkeys(range(150_000), 0.5))
+        begin_s = time.thread_time()
+        rules.add(0, sampling, np.array([0, 1, 2]), 3, ())
+        assert time.thread_time() - begin_s < 0.15
 
     def test_everything_forbidden_falls_back_to_the_raw_logits(self) -> None:
         sampling = Sampling(logit_bias={0: NEG_INF, 1: NEG_INF, 2: NEG_INF}, bad_words=((3,),))
