@@ -46,6 +46,7 @@ DRAIN_POLL_S = 0.02
 BEAT_S = 1.0
 LONG_TEXT_BYTES = 16 << 10  # tokenised in 5 to 10 ms
 NUM_READERS = 2  # threads that read long texts
+_numbers = itertools.count()  # of requests, which logs tell apart after a reload too
 
 
 class Responder(Protocol):
@@ -111,8 +112,8 @@ class Frontend:
 
     def __post_init__(self) -> None:
         self._heartbeat = Heartbeat(self.launch_folder)
-        self._numbers = itertools.count()
         self._lock = threading.Lock()
+        self._entering: dict[RequestLife, bool] = {}  # requests that are read; whether a stop request named them
         self._live: dict[str, _Exchange] = {}  # by the engine's request id
         self._stopping: set[str] = set()  # sequences whose text a stop string has ended
         self._closing = threading.Event()
@@ -131,19 +132,21 @@ class Frontend:
 
         parameters: the request's parameters in Triton, for its life's record.
         """
-        request_id = f"{os.getpid()}-{next(self._numbers)}"
+        request_id = f"{os.getpid()}-{next(_numbers)}"
         life = RequestLife(request_id, time.perf_counter_ns(), client_id, self.handshake.model.name, parameters or {})
         try:
+            if is_stop_request(tensors):
+                self._stop(client_id, responder)
+                return
+            with self._lock:
+                self._entering[life] = False
             self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
-        except FaserError as error:
+        except Exception as error:
             self._refuse(None, life, responder, error)
 
     def _start(self, tensors: Tensors, life: RequestLife, responder: Responder) -> None:
         exchange: _Exchange | None = None
         try:
-            if is_stop_request(tensors):
-                self._stop(life.client_id, responder)
-                return
             parsed = self.contract.parse(tensors, life.request_id, self.handshake, is_decoupled=self.is_decoupled)
             life.parsed_ns, life.num_prompts = time.perf_counter_ns(), parsed[0].batch_size
             by_id = {one.request.request_id: one for one in parsed}
@@ -155,6 +158,10 @@ class Frontend:
             for one in parsed:
                 self.link.submit(one.request, life.client_id)
             life.submitted_ns = time.perf_counter_ns()
+            with self._lock:
+                is_stopped = self._entering.pop(life)  # a stop request from now on finds the sequences in the engine
+            for request_id in by_id if is_stopped else ():
+                self.link.stop(request_id)
             if exchange.is_failed or exchange.is_ending:  # before all sequences were submitted
                 self._cancel(list(by_id))
         except Exception as error:
@@ -181,6 +188,8 @@ class Frontend:
             raise RequestError("stop", True, limit)
         if not client_id:
             raise RequestError("stop", True, self.contract.missing_stop_id)
+        with self._lock:
+            self._entering.update({life: True for life in self._entering if life.client_id == client_id})
         self.link.stop_client(client_id)
         self.contract.acknowledge_stop(responder)
 
@@ -188,6 +197,8 @@ class Frontend:
         failure = blamed(None, error)
         if not isinstance(error, FaserError):
             _log.exception("a request could not be started", extra=about(life.request_id))
+        with self._lock:
+            self._entering.pop(life, None)
         if exchange is not None:
             self._abandon(exchange, failure.message)
         self._notify(life, failure.message)

@@ -5,12 +5,14 @@ The other seven keep the tokens of an undisturbed run, no step counts as failed,
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -356,6 +358,23 @@ def test_a_client_that_leaves_during_submission_is_noticed(monkeypatch: pytest.M
     frontend.handle(token_request(1, 2, 3, max_tokens=40), "", client)
     failure = client.ends.get(timeout=10)
     assert failure is not None and failure.code is ErrorCode.CANCELLED
+    frontend.close()
+    loop.close()
+
+
+def test_a_stop_request_ends_a_request_that_is_still_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faser_backend.triton.frontend.LONG_TEXT_BYTES", -1)
+    loop, stopped, client = EngineLoop(open_fake("none").engine), threading.Event(), Client()
+    frontend = Frontend(loop.subscribe(), HANDSHAKE, is_decoupled=True)
+    parse, flag = frontend.contract.parse, np.array([[True]])
+    monkeypatch.setattr(frontend.contract, "parse", lambda *given, **more: stopped.wait(10) and parse(*given, **more))
+    frontend.handle(token_request(1, 2, 3, max_tokens=90, exclude_input_in_output=flag), "id", client)
+    acknowledgement = MagicMock()
+    frontend.handle({"stop": flag}, "id", acknowledgement)
+    acknowledgement.send.assert_called_once_with([], is_final=True)
+    stopped.set()
+    assert client.ends.get(timeout=10) is None and len(client.tokens) < 90
+    frontend.drain()
     frontend.close()
     loop.close()
 
