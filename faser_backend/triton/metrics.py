@@ -191,14 +191,19 @@ def _keep(held: Any) -> Any:
     return held
 
 
+REFRESH_S = 5.0  # between two updates of all gauges
+
+
 class MetricReporter:
     """Registers the families with Triton once per process, and updates them on its own thread.
 
     An update is a message to the server process (about 0.1 ms), so `report` and `observe` only enqueue, and unchanged
-    gauges are skipped. pb_utils: Triton's Python module.
+    gauges are skipped until the next refresh. pb_utils: Triton's Python module.
     """
 
     def __init__(self, pb_utils: Any, model: str, version: str) -> None:
+        self.is_replaced = False  # by another engine, which the gauges then describe; it overwrites ours by a refresh
+        self._refresh_s = 0.0
         labels = {"model": model, "version": version}
         self._metrics: dict[tuple[str, str], Any] = {}
         self._last: dict[tuple[str, str], float] = {}  # of gauges and totals
@@ -244,9 +249,12 @@ class MetricReporter:
             self._counters.add({"tensorrt_llm": (whole, queued, 0, whole - queued, 0)}, 1)
 
     def _set(self, metrics: EngineMetrics) -> None:
-        for family, values in gauge_values(metrics).items():
+        is_refresh = time.monotonic() >= self._refresh_s
+        if is_refresh:
+            self._refresh_s = time.monotonic() + REFRESH_S
+        for family, values in ({} if self.is_replaced else gauge_values(metrics)).items():
             for label, value in values.items():
-                if self._last.get((family, label)) != value:
+                if is_refresh or self._last.get((family, label)) != value:
                     self._metrics[family, label].set(value)
                     self._last[family, label] = value
         numbers = (metrics.num_drafts, metrics.num_drafted, metrics.num_accepted)

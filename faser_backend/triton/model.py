@@ -300,6 +300,7 @@ class EngineModel(ServingModel):
             pass
         if self._server.is_superseded:
             _log.info("a new engine replaces this one, which closes after its last answers")
+            self._reporter.is_replaced = True
             self._is_finalizing.wait(RETIRE_S)
             self._server.wait_for_disconnects(MOVE_S)
         self._drain()

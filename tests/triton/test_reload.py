@@ -2,15 +2,19 @@
 
 import copy
 import json
+from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from faser_backend.core.errors import ConfigError, ManifestError
+from faser_backend.pipeline.engine import EngineMetrics
 from faser_backend.triton.launch import reload_engine
+from faser_backend.triton.metrics import MetricReporter
 from faser_backend.triton.server import AdminError, Administration
 from tests.support.serving_pair import build_pair
 
@@ -66,6 +70,29 @@ def test_what_cannot_take_the_others_place_is_not_asked_for(engines: tuple[Path,
     with pytest.raises(ConfigError, match="early_exit = 'on': an exit scores the candidates of a draft model"):
         reload_engine(Recorded(engines[0], early_exit="on", draft="ngram"), engines[1], 1.0)
     assert len(admin.loaded) == len(other.loaded) == 1
+
+
+def test_a_replaced_engine_leaves_the_gauges_to_the_new_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("faser_backend.triton.metrics.REFRESH_S", 0.0)
+    values: dict[tuple[str, ...], float] = {}
+
+    class Family:
+        GAUGE = COUNTER = HISTOGRAM = 0
+
+        def __init__(self, name: str, **_: Any) -> None:
+            self.name = name
+
+        def Metric(self, labels: dict[str, str], **_: Any) -> MagicMock:
+            return MagicMock(set=partial(values.__setitem__, (self.name, *labels.values())))
+
+    old, new = (MetricReporter(MagicMock(MetricFamily=Family), "m", "1") for _ in range(2))
+    new.report(EngineMetrics(num_blocks=3))
+    old.report(EngineMetrics(num_blocks=9))
+    old.is_replaced = True
+    for reporter, num_blocks in ((new, 3), (old, 9)):
+        reporter.report(EngineMetrics(num_blocks=num_blocks))
+        reporter.close()
+    assert values["nv_trt_llm_kv_cache_block_metrics", "m", "1", "max"] == 3
 
 
 def test_what_a_server_says_becomes_one_line():
