@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from faser_backend.core.errors import (
     SHUTTING_DOWN,
     ErrorCode,
+    FailedError,
     Failure,
     FaserError,
     QueueFullError,
@@ -142,7 +143,7 @@ class Frontend:
                 self._entering[life] = False
             self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
         except Exception as error:
-            self._refuse(None, life, responder, error)
+            self._fail(None, life, responder, error)
 
     def _start(self, tensors: Tensors, life: RequestLife, responder: Responder) -> None:
         exchange: _Exchange | None = None
@@ -165,7 +166,7 @@ class Frontend:
             if exchange.is_failed or exchange.is_ending:  # before all sequences were submitted
                 self._cancel(list(by_id))
         except Exception as error:
-            self._refuse(exchange, life, responder, error)
+            self._fail(exchange, life, responder, error)
 
     def drain(self) -> None:
         """Waits until every request is answered, and reads no more long texts."""
@@ -193,16 +194,25 @@ class Frontend:
         self.link.stop_client(client_id)
         self.contract.acknowledge_stop(responder)
 
-    def _refuse(self, exchange: _Exchange | None, life: RequestLife, responder: Responder, error: Exception) -> None:
-        failure = blamed(None, error)
+    def _fail(
+        self,
+        exchange: _Exchange | None,
+        life: RequestLife,
+        responder: Responder,
+        error: Exception,
+        field: str | None = None,
+    ) -> None:
+        """Answers a request with an error, perhaps in a field. Others are unaffected."""
+        failure = blamed(field, error)
         if not isinstance(error, FaserError):
-            _log.exception("a request could not be started", extra=about(life.request_id))
+            _log.exception("a request failed", extra=about(life.request_id))
         with self._lock:
             self._entering.pop(life, None)
         if exchange is not None:
             self._abandon(exchange, failure.message)
         self._notify(life, failure.message)
-        responder.fail(failure)
+        with contextlib.suppress(Exception):  # the client may be gone
+            responder.fail(failure)
 
     def _notify(self, life: RequestLife, error: str = "") -> None:
         """Calls the listeners with a request that has ended, once."""
@@ -242,23 +252,21 @@ class Frontend:
                 return self.link.outputs.get(timeout=BEAT_S)
 
     def _answer(self, batch: list[EngineOutput]) -> None:
-        touched: dict[str, EngineOutput] = {}  # request id -> its last output in the batch
-        for output in batch:
-            exchange = self._live.get(output.request_id)
-            if exchange is not None:
-                try:
-                    self._take(exchange, output)
-                    touched[output.request_id] = output
-                except Exception as error:
-                    self._fail(output.request_id, exchange, error)
-        for request_id, output in touched.items():
-            exchange = self._live.get(request_id)
-            if exchange is None:  # another sequence of the same request has failed it
-                continue
-            try:
-                self._respond(request_id, exchange, output)
-            except Exception as error:
-                self._fail(request_id, exchange, error)
+        touched = {output.request_id: output for output in batch if self._try(self._take, output)}  # each one's last
+        for output in touched.values():
+            self._try(self._respond, output)
+
+    def _try(self, work: Callable[[_Exchange, EngineOutput], None], output: EngineOutput) -> bool:
+        """Calls work with an output of a live request, which fails if that raises. Returns whether it has succeeded."""
+        exchange = self._live.get(output.request_id)
+        if exchange is None:  # another sequence of the same request may have failed it
+            return False
+        try:
+            work(exchange, output)
+        except Exception as error:
+            self._fail(exchange, exchange.life, exchange.responder, error, "text_output")
+            return False
+        return True
 
     def _take(self, exchange: _Exchange, output: EngineOutput) -> None:
         start_ns = time.perf_counter_ns()
@@ -272,18 +280,10 @@ class Frontend:
             exchange.life.sequences[output.request_id].add(output, start_ns)
         exchange.life.postprocessing_ns += time.perf_counter_ns() - start_ns
 
-    def _fail(self, request_id: str, exchange: _Exchange, error: Exception) -> None:
-        """Fails a request whose answer cannot be made or sent. Others are unaffected."""
-        _log.exception("a response could not be made or sent", extra=about(request_id))
-        failure = blamed("text_output", error)
-        self._abandon(exchange, failure.message)
-        with contextlib.suppress(Exception):  # the client may be gone
-            exchange.responder.fail(failure)
-
-    def _respond(self, request_id: str, exchange: _Exchange, last: EngineOutput) -> None:
-        reply = exchange.replies[request_id]
+    def _respond(self, exchange: _Exchange, last: EngineOutput) -> None:
+        request_id, reply = last.request_id, exchange.replies[last.request_id]
         if last.is_final:
-            self._finish(request_id, exchange, last)
+            self._finish(exchange, last)
             return
         if reply.stream.is_stopped and request_id not in self._stopping:
             self._stopping.add(request_id)
@@ -291,17 +291,15 @@ class Frontend:
         if reply.parsed.is_streaming and reply.has_new_output:
             self._send(exchange, [reply], is_final=False)
 
-    def _finish(self, request_id: str, exchange: _Exchange, last: EngineOutput) -> None:
-        """Ends one sequence, and with the last one its exchange."""
+    def _finish(self, exchange: _Exchange, last: EngineOutput) -> None:
+        """Ends one sequence, and with the last one its exchange. Raises the error of a sequence that has failed."""
+        request_id = last.request_id
         with self._lock:
             self._live.pop(request_id, None)
             self._stopping.discard(request_id)
             exchange.open_ids.discard(request_id)
         if last.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR):
-            failure = last.error or Failure(ErrorCode.CANCELLED, "Request cancelled")
-            self._abandon(exchange, failure.message)
-            exchange.responder.fail(failure)
-            return
+            raise FailedError(last.error or Failure(ErrorCode.CANCELLED, "Request cancelled"))
         exchange.life.answered_ns = time.perf_counter_ns()
         if last.stats is not None:
             exchange.life.queued_for_ns = max(0, last.stats.first_scheduled_ns - last.stats.arrival_ns)

@@ -129,10 +129,10 @@ class FrameSocket:
         return True
 
     def receive(self) -> bytes | None:
-        """Returns the next frame, or None if the other end has closed. Raises OSError for a frame that is too long."""
+        """Returns the next frame, or None if the other end has closed or sends a frame that is too long."""
         try:
             return self._connection.recv_bytes(self._max_received)
-        except EOFError:
+        except (EOFError, OSError):
             return None
 
     def close(self) -> None:
@@ -263,8 +263,6 @@ class _ServedFrontend:
             _log.warning("disconnecting a frontend that sent an invalid message: %s", error)
             with contextlib.suppress(FaserError, OSError):
                 self._frames.send(pack(Event(error=error.failure)))
-        except OSError:
-            pass
         self._frames.close()
         self.subscription.close()  # its requests free their KV blocks
 
@@ -388,8 +386,6 @@ class SocketLink:
         except FaserError as error:
             _log.warning("the link to the engine ended: %s", error)
             self._failure = error
-        except OSError:
-            pass
         if outputs is None and self._failure is None:
             self._failure = FailedError(GONE)
         self._deliver(outputs)
@@ -478,8 +474,6 @@ def _plain(value: Any) -> Any:
         return value.value
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, Path):
-        return str(value)
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 

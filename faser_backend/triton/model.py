@@ -182,7 +182,7 @@ class TextModel(ServingModel):
         self._launch_folder = launch_folder(args)
         self._serving = threading.Lock()  # held while a request enters a frontend
         self._is_ready, self._is_closing = threading.Event(), threading.Event()
-        self._failure: str | None = None
+        self._failure: str | None = "the engine is not reached yet"  # None: a frontend serves
         self._drains = ThreadPoolExecutor(thread_name_prefix="replaced-engine")
         self._follower = threading.Thread(target=self._follow_engine, name="connect", daemon=True)
         self._follower.start()
@@ -198,7 +198,7 @@ class TextModel(ServingModel):
 
     def finalize(self) -> None:
         self._is_closing.set()
-        if self._is_ready.is_set() and self._failure is None:
+        if self._failure is None:
             self._follower.join(ENGINE_TIMEOUT_S)
             self._drains.shutdown()
             self._frontend.drain()
@@ -208,10 +208,7 @@ class TextModel(ServingModel):
 
     def _follow_engine(self) -> None:
         # Not in `initialize`: Triton may load models one by one, and `tensorrt_llm` last.
-        try:
-            self._frontend = self._connect()
-        except (FaserError, OSError, EOFError) as error:
-            self._failure = str(error)
+        self._reconnect()
         self._is_ready.set()
         while not self._is_closing.wait(FOLLOW_POLL_S):  # even after a failure: large models load for minutes
             if socket_id(self._socket) not in ((), self._socket_id):
@@ -220,15 +217,15 @@ class TextModel(ServingModel):
     def _reconnect(self) -> None:
         try:
             fresh = self._connect()
-        except (FaserError, OSError, EOFError) as error:
-            _log.warning("a new engine cannot be reached yet: %s", error)
+        except FaserError as error:
+            _log.warning("the engine cannot be reached yet: %s", error)
+            self._failure = self._failure and str(error)
             return
         with self._serving:
-            if self._failure is not None:  # the first engine, late
-                self._frontend, self._failure = fresh, None
-                return
-            old, self._frontend = self._frontend, fresh
-        self._drains.submit(lambda: (old.drain(), old.close()))  # this thread follows further engines
+            old = self._frontend if self._failure is None else None
+            self._frontend, self._failure = fresh, None
+        if old is not None:
+            self._drains.submit(lambda: (old.drain(), old.close()))  # this thread follows further engines
 
     def _connect(self) -> Frontend:
         link = SocketLink(self._socket, ENGINE_TIMEOUT_S)

@@ -106,7 +106,7 @@ MAX_LOG_BYTES = 64 << 20  # of the server's log, which then begins again
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
 LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend; starting again helps
-SPARE_MODELS = {"inflight_batcher": "postprocessing"}  # by contract: a model that no answer needs
+SPARE_MODEL = "postprocessing"  # which no answer needs
 _MODEL_PROCESS = "triton_python_backend_stub"
 
 
@@ -273,11 +273,14 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
 
     def refuse(self) -> None:
         """Refuses new requests, and fails probes of readiness, if the server is ready. A second call does nothing."""
-        if self._is_ready:
-            with contextlib.suppress(OSError):  # the file exists, or a full disk: end without draining
-                (self._folder / DRAIN_FILE).touch(exist_ok=False)
-                self._drain_end_s = time.monotonic() + DRAIN_S
-                self._fail_readiness_probes()
+        if not self._is_ready:
+            return
+        with contextlib.suppress(OSError, AdminError):  # the file exists, or a full disk: end without draining
+            (self._folder / DRAIN_FILE).touch(exist_ok=False)
+            self._drain_end_s = time.monotonic() + DRAIN_S
+            if self.options.admin_key_file is not None:  # models can be unloaded, which `/v2/health/ready` shows
+                address = f"{self.options.host}:{self.options.http_port}"
+                Administration(address, self.options.admin_key).unload(SPARE_MODEL, UNLOAD_CALL_S)
 
     def stop(self, *, is_hurried: Callable[[], bool] = lambda: False) -> None:
         """Refuses new requests, answers those in flight, and ends the server.
@@ -298,18 +301,10 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
     def _is_drained(self, models: dict[int, str]) -> bool:
         """Returns whether every engine has answered its requests, or a model that could answer has ended."""
         engines = [pid for pid, model in models.items() if model == ENGINE_MODEL]
-        others = [pid for pid, model in models.items() if model not in (ENGINE_MODEL, *SPARE_MODELS.values())]
+        others = [pid for pid, model in models.items() if model not in (ENGINE_MODEL, SPARE_MODEL)]
         if not all(map(is_running, others)):
             return True
         return all(drained_file(self._folder, pid).exists() or not is_running(pid) for pid in engines)
-
-    def _fail_readiness_probes(self) -> None:
-        """Unloads a spare model, if models can be unloaded, so that `/v2/health/ready` is false from now on."""
-        if self.options.admin_key_file is None or self.options.contract not in SPARE_MODELS:
-            return
-        address = f"{self.options.host}:{self.options.http_port}"
-        with contextlib.suppress(AdminError):  # readiness then ends with the server
-            Administration(address, self.options.admin_key).unload(SPARE_MODELS[self.options.contract], UNLOAD_CALL_S)
 
     def kill(self) -> None:
         """Ends the server and every process of its group at once."""

@@ -163,7 +163,7 @@ def test_a_text_model_waits_for_an_engine_that_loads_longer(model_module: Any, m
 
     class Waiting(model_module.TextModel):
         def __init__(self) -> None:
-            self._socket, self._socket_id, self._failure, self._serving = socket, (), None, threading.Lock()
+            self._socket, self._socket_id, self._failure, self._serving = socket, (), "not yet", threading.Lock()
             self._is_ready, self._is_closing = threading.Event(), threading.Event()
 
         def _connect(self) -> Any:
