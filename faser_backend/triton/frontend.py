@@ -90,10 +90,11 @@ class _Exchange:
     """One Triton request in progress: its responder and its sequences."""
 
     responder: Responder
-    parsed: dict[str, ParsedRequest]  # by the engine's request id, ordered by prompt
     life: RequestLife
-    open_ids: set[str]  # sequences that have not ended
+    parsed: dict[str, ParsedRequest] = field(default_factory=dict)  # by the engine's request id, ordered by prompt
+    open_ids: set[str] = field(default_factory=set)  # sequences that have not ended
     replies: dict[str, Reply] = field(default_factory=dict)  # made by the sender with a sequence's first output
+    is_stopped: bool = False  # a stop request has named it before the engine got it
     is_ending: bool = False  # its cancellation was sent to the engine
     is_failed: bool = False
 
@@ -114,7 +115,7 @@ class Frontend:
     def __post_init__(self) -> None:
         self._heartbeat = Heartbeat(self.launch_folder)
         self._lock = threading.Lock()
-        self._entering: dict[RequestLife, bool] = {}  # requests that are read; whether a stop request named them
+        self._entering: set[_Exchange] = set()  # which are read and submitted
         self._live: dict[str, _Exchange] = {}  # by the engine's request id
         self._stopping: set[str] = set()  # sequences whose text a stop string has ended
         self._closing = threading.Event()
@@ -135,23 +136,24 @@ class Frontend:
         """
         request_id = f"{os.getpid()}-{next(_numbers)}"
         life = RequestLife(request_id, time.perf_counter_ns(), client_id, self.handshake.model.name, parameters or {})
+        exchange = _Exchange(responder, life)
         try:
             if is_stop_request(tensors):
                 self._stop(client_id, responder)
                 return
             with self._lock:
-                self._entering[life] = False
-            self._long_texts.run(tensors, lambda: self._start(tensors, life, responder))
+                self._entering.add(exchange)
+            self._long_texts.run(tensors, lambda: self._start(tensors, exchange))
         except Exception as error:
-            self._fail(None, life, responder, error)
+            self._fail(exchange, error)
 
-    def _start(self, tensors: Tensors, life: RequestLife, responder: Responder) -> None:
-        exchange: _Exchange | None = None
+    def _start(self, tensors: Tensors, exchange: _Exchange) -> None:
+        life = exchange.life
         try:
             parsed = self.contract.parse(tensors, life.request_id, self.handshake, is_decoupled=self.is_decoupled)
             life.parsed_ns, life.num_prompts = time.perf_counter_ns(), parsed[0].batch_size
-            by_id = {one.request.request_id: one for one in parsed}
-            exchange = _Exchange(responder, by_id, life, set(by_id))
+            by_id = exchange.parsed = {one.request.request_id: one for one in parsed}
+            exchange.open_ids = set(by_id)
             if self.listeners:
                 life.sequences = {request_id: SequenceLife.of(one.request) for request_id, one in by_id.items()}
             with self._lock:
@@ -160,13 +162,13 @@ class Frontend:
                 self.link.submit(one.request, life.client_id)
             life.submitted_ns = time.perf_counter_ns()
             with self._lock:
-                is_stopped = self._entering.pop(life)  # a stop request from now on finds the sequences in the engine
-            for request_id in by_id if is_stopped else ():
+                self._entering.discard(exchange)  # a stop request from now on finds the sequences in the engine
+            for request_id in by_id if exchange.is_stopped else ():
                 self.link.stop(request_id)
             if exchange.is_failed or exchange.is_ending:  # before all sequences were submitted
                 self._cancel(list(by_id))
         except Exception as error:
-            self._fail(exchange, life, responder, error)
+            self._fail(exchange, error)
 
     def drain(self) -> None:
         """Waits until every request is answered, and reads no more long texts."""
@@ -190,44 +192,34 @@ class Frontend:
         if not client_id:
             raise RequestError("stop", True, self.contract.missing_stop_id)
         with self._lock:
-            self._entering.update({life: True for life in self._entering if life.client_id == client_id})
+            for exchange in self._entering:
+                exchange.is_stopped |= exchange.life.client_id == client_id
         self.link.stop_client(client_id)
         self.contract.acknowledge_stop(responder)
 
-    def _fail(
-        self,
-        exchange: _Exchange | None,
-        life: RequestLife,
-        responder: Responder,
-        error: Exception,
-        field: str | None = None,
-    ) -> None:
-        """Answers a request with an error, perhaps in a field. Others are unaffected."""
+    def _fail(self, exchange: _Exchange, error: Exception, field: str | None = None) -> None:
+        """Answers a request with an error, and cancels its running sequences. Others are unaffected.
+
+        field: of the request, which the error blames if it names none.
+        """
         failure = blamed(field, error)
         if not isinstance(error, FaserError):
-            _log.exception("a request failed", extra=about(life.request_id))
+            _log.exception("a request failed", extra=about(exchange.life.request_id))
+        exchange.is_failed = True
+        self._notify(exchange.life, failure.message)
         with self._lock:
-            self._entering.pop(life, None)
-        if exchange is not None:
-            self._abandon(exchange, failure.message)
-        self._notify(life, failure.message)
+            self._entering.discard(exchange)
+            left = [request_id for request_id in exchange.open_ids if self._live.pop(request_id, None) is not None]
+            self._stopping.difference_update(left)
+        self._cancel(left)
         with contextlib.suppress(Exception):  # the client may be gone
-            responder.fail(failure)
+            exchange.responder.fail(failure)
 
     def _notify(self, life: RequestLife, error: str = "") -> None:
         """Calls the listeners with a request that has ended, once."""
         if not life.ended_ns:
             life.error = error
             report_ended(life, self.listeners)
-
-    def _abandon(self, exchange: _Exchange, error: str) -> None:
-        """Forgets a request that is answered with an error, and cancels its running sequences."""
-        exchange.is_failed = True
-        self._notify(exchange.life, error)
-        with self._lock:
-            left = [request_id for request_id in exchange.open_ids if self._live.pop(request_id, None) is not None]
-            self._stopping.difference_update(left)
-        self._cancel(left)
 
     def _cancel(self, request_ids: list[str]) -> None:
         for request_id in request_ids:
@@ -264,7 +256,7 @@ class Frontend:
         try:
             work(exchange, output)
         except Exception as error:
-            self._fail(exchange, exchange.life, exchange.responder, error, "text_output")
+            self._fail(exchange, error, "text_output")
             return False
         return True
 

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import triton_python_backend_utils as pb_utils  # pyright: ignore[reportMissingImports]
 
 from faser_backend.core.config import EngineConfig
@@ -38,6 +37,7 @@ from faser_backend.triton.llmapi import LlmApiContract
 from faser_backend.triton.metrics import ComposingCounters, MetricReporter
 from faser_backend.triton.model_configs import BATCH_SIZE_KEY, DECOUPLED_KEY
 from faser_backend.triton.tensor_io import NamedArray
+from faser_backend.triton.tensors import Tensors
 
 _log = logging.getLogger(__name__)
 MAX_LONG_TEXTS = 256  # that may wait for a converter
@@ -133,10 +133,20 @@ class ConfiguredModel:
             )
         return parameters
 
-    def _read(self, request: Any, parameters: dict[str, Any]) -> dict[str, np.ndarray]:
-        """Returns a request's tensors. Raises RequestError for an input that this model does not declare."""
-        refuse_undeclared(list(parameters), self._name)
-        return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            responder = TritonResponder(request)
+            try:
+                parameters = json.loads(request.parameters() or "{}")
+                refuse_undeclared(list(parameters), self._name)
+                tensors = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                self._serve(tensors, request.request_id(), responder, parameters)
+            except FaserError as error:
+                responder.fail(error.failure)
+
+    def _serve(self, tensors: Tensors, client_id: str, responder: TritonResponder, parameters: dict[str, Any]) -> None:
+        """Begins to answer a request. Raises FaserError."""
+        raise NotImplementedError
 
 
 class ServingModel(ConfiguredModel):
@@ -152,16 +162,8 @@ class ServingModel(ConfiguredModel):
             self._tracing = Tracing(self._options.otlp_endpoint)
         return [*listeners, self._tracing.trace] if self._tracing is not None else listeners
 
-    def execute(self, requests: list[Any]) -> None:
-        for request in requests:
-            parameters = json.loads(request.parameters() or "{}")
-            responder = TritonResponder(request)
-            try:
-                tensors = self._read(request, parameters)
-            except FaserError as error:
-                responder.fail(error.failure)
-            else:
-                self._frontend.handle(tensors, request.request_id(), responder, parameters)
+    def _serve(self, *given: Any) -> None:
+        self._frontend.handle(*given)
 
     def _close_tracing(self) -> None:
         if self._tracing is not None:
@@ -189,12 +191,13 @@ class TextModel(ServingModel):
 
     def execute(self, requests: list[Any]) -> None:
         self._is_ready.wait()
-        if self._failure is None:
-            with self._serving:
-                super().execute(requests)
-            return
-        for request in requests:
-            TritonResponder(request).fail(Failure(ErrorCode.UNAVAILABLE, self._failure))
+        with self._serving:
+            super().execute(requests)
+
+    def _serve(self, *given: Any) -> None:
+        if self._failure is not None:
+            raise UnavailableError(self._failure)
+        super()._serve(*given)
 
     def finalize(self) -> None:
         self._is_closing.set()
@@ -332,23 +335,17 @@ class _Converter(ConfiguredModel):
         self._socket, self._socket_id = socket_path(os.getppid()), ()
         self._long_texts = LongTexts(MAX_LONG_TEXTS)
 
-    def execute(self, requests: list[Any]) -> None:
-        for request in requests:
-            responder = TritonResponder(request)
-            try:
-                if self._model is None or socket_id(self._socket) not in ((), self._socket_id):
-                    self._model = self._connect()
-                tensors = self._read(request, json.loads(request.parameters() or "{}"))
-                self._long_texts.run(tensors, partial(self._answer, tensors, self._model, responder))
-            except FaserError as error:
-                responder.fail(error.failure)
+    def _serve(self, tensors: Tensors, client_id: str, responder: TritonResponder, parameters: Any) -> None:
+        if self._model is None or socket_id(self._socket) not in ((), self._socket_id):
+            self._model = self._connect()
+        self._long_texts.run(tensors, partial(self._answer, tensors, self._model, responder))
 
     def finalize(self) -> None:
         self._long_texts.close()
         while (self._launch_folder / DRAIN_FILE).exists():  # unloaded so that readiness fails, which ends with this
             time.sleep(FOLLOW_POLL_S)
 
-    def _answer(self, tensors: dict[str, np.ndarray], model: ServedModel, responder: TritonResponder) -> None:
+    def _answer(self, tensors: Tensors, model: ServedModel, responder: TritonResponder) -> None:
         try:
             responder.send(self._convert(tensors, model), is_final=True)
         except Exception as error:
@@ -363,21 +360,21 @@ class _Converter(ConfiguredModel):
         model, adds = link.handshake.model, self._options.add_special_tokens
         return model if adds is None else replace(model, tokenizer=model.tokenizer.adding_special_tokens(adds))
 
-    def _convert(self, tensors: dict[str, np.ndarray], model: ServedModel) -> list[NamedArray]:
+    def _convert(self, tensors: Tensors, model: ServedModel) -> list[NamedArray]:
         raise NotImplementedError
 
 
 class PreprocessingModel(_Converter):
     """`preprocessing`: text or messages -> token ids."""
 
-    def _convert(self, tensors: dict[str, np.ndarray], model: ServedModel) -> list[NamedArray]:
+    def _convert(self, tensors: Tensors, model: ServedModel) -> list[NamedArray]:
         return preprocess(tensors, model)
 
 
 class PostprocessingModel(_Converter):
     """`postprocessing`: token ids -> text."""
 
-    def _convert(self, tensors: dict[str, np.ndarray], model: ServedModel) -> list[NamedArray]:
+    def _convert(self, tensors: Tensors, model: ServedModel) -> list[NamedArray]:
         return postprocess(tensors, model.tokenizer, skips_special_tokens=self._options.skip_special_tokens)
 
 

@@ -55,7 +55,7 @@ class Administration:
 
     def config(self, model: str) -> dict[str, Any]:
         """Returns the configuration that a model was loaded with."""
-        return json.loads(self._ask(f"/v2/models/{model}/config", 10.0))
+        return self._ask(f"/v2/models/{model}/config", 10.0)
 
     def load(self, model: str, config: dict[str, Any], timeout_s: float) -> None:
         """Loads a model. A loaded one serves until the new one is ready, and stays if loading fails."""
@@ -65,11 +65,11 @@ class Administration:
         """Makes a model not ready. It finishes its requests."""
         self._ask(f"/v2/repository/models/{model}/unload", timeout_s, {})
 
-    def _ask(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> bytes:
+    def _ask(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"http://{self._address}{path}", data, {KEY_HEADER: self._key})
         try:
-            return fetch(request, timeout_s)
+            return json.loads(fetch(request, timeout_s) or "null")
         except urllib.error.HTTPError as error:
             raise AdminError(_reason(error)) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
@@ -98,6 +98,7 @@ def _reason(error: urllib.error.HTTPError) -> str:
 
 REPOSITORIES = {"inflight_batcher": MODEL_REPO, "llmapi": MODEL_REPO_LLMAPI}
 PYTHON_VERSION = f"{sys.version_info.major}.{sys.version_info.minor}"
+PYTHON_LIBRARY = f"libpython{PYTHON_VERSION}.so.1.0"
 DRAIN_S = 60.0  # time for requests in flight to end
 UNLOAD_S = 4.0  # time for Triton to end after the last answer; an open stream of an idle client would keep it running
 ERROR_REPLY_S = 0.5  # time for frontends to answer requests of a dead process with an error
@@ -141,13 +142,13 @@ def check_stub() -> None:
     """Raises ConfigError if the stub could not load the interpreter's library, or would crash in its first request."""
     if int(np.__version__.split(".")[0]) != 1:
         raise ConfigError(f"numpy {np.__version__}: Triton's Python stub needs numpy 1: pip install 'numpy<2'")
-    name = f"libpython{PYTHON_VERSION}.so.1.0"
-    if any((folder / name).is_file() for folder in _python_library_folder()):
+    if _python_library_folder():
         return
     try:
-        ctypes.CDLL(name)
+        ctypes.CDLL(PYTHON_LIBRARY)
     except OSError:
-        raise ConfigError(f"Triton's Python stub needs {name}: apt-get install libpython{PYTHON_VERSION}") from None
+        package = f"libpython{PYTHON_VERSION}"
+        raise ConfigError(f"Triton's Python stub needs {PYTHON_LIBRARY}: apt-get install {package}") from None
 
 
 def check_ports(host: str, ports: dict[str, int]) -> None:
@@ -407,5 +408,4 @@ def server_environment(install: TritonInstall) -> dict[str, str]:
 
 def _python_library_folder() -> tuple[Path, ...]:
     folder = sysconfig.get_config_var("LIBDIR")
-    name = f"libpython{PYTHON_VERSION}.so.1.0"
-    return (Path(folder),) if folder and (Path(folder) / name).is_file() else ()
+    return (Path(folder),) if folder and (Path(folder) / PYTHON_LIBRARY).is_file() else ()

@@ -114,14 +114,22 @@ def test_what_a_server_says_becomes_one_line():
                 self.end_headers()
                 self.wfile.write(body)
 
+            def do_GET(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(b"<html>")
+
             def log_message(self, format: str, *args: Any) -> None:
                 """Says nothing."""
 
         with HTTPServer(("127.0.0.1", 0), Handler) as server:
-            thread = Thread(target=server.handle_request)
+            admin = Administration(f"127.0.0.1:{server.server_port}", "key")
+            thread = Thread(daemon=True, target=lambda server=server: [server.handle_request() for _ in range(2)])
             thread.start()
+            with pytest.raises(AdminError, match="Triton's HTTP port does not answer"):
+                admin.config("tensorrt_llm")
             with pytest.raises(AdminError) as error:
-                Administration(f"127.0.0.1:{server.server_port}", "key").load("tensorrt_llm", {}, 10.0)
+                admin.load("tensorrt_llm", {}, 10.0)
             thread.join()
         assert str(error.value) == told
     with pytest.raises(AdminError, match=r"^127.0.0.1:1: Triton's HTTP port does not answer \("):
