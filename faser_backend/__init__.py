@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 from faser_backend.version import VERSION as __version__
 
 if TYPE_CHECKING:
-    from faser_backend.api.batch import CompletionOutput, Logprob, RequestOutput
     from faser_backend.api.llm import LLM
+    from faser_backend.api.outputs import CompletionOutput, Logprob, RequestOutput
     from faser_backend.api.params import GuidedDecodingParams, SamplingParams
     from faser_backend.core.errors import ConfigError, FaserError, ManifestError, RequestError
     from faser_backend.text.answer_stream import TextPiece
 
 _HOMES = {
     "LLM": "api.llm",
-    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "api.batch"),
+    **dict.fromkeys(("CompletionOutput", "Logprob", "RequestOutput"), "api.outputs"),
     "TextPiece": "text.answer_stream",
     **dict.fromkeys(("GuidedDecodingParams", "SamplingParams"), "api.params"),
     **dict.fromkeys(("ConfigError", "FaserError", "ManifestError", "RequestError"), "core.errors"),

@@ -15,7 +15,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Self
 
-from faser_backend.api.batch import AnyParams, Batch, Conversation, Prompt, RequestOutput, is_conversation
+from faser_backend.api.batch import AnyParams, Batch, Conversation, Prompt, is_conversation
+from faser_backend.api.outputs import RequestOutput
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import RequestError, UnavailableError
 from faser_backend.core.plan import StepRecord

@@ -25,8 +25,9 @@ from faser_backend.core.errors import ConfigError, RequestError
 from faser_backend.serving.parameters import RunOptions, ServingOptions
 
 if TYPE_CHECKING:
-    from faser_backend.api.batch import CompletionOutput, Prompt, RequestOutput
+    from faser_backend.api.batch import Prompt
     from faser_backend.api.llm import LLM
+    from faser_backend.api.outputs import CompletionOutput, RequestOutput
     from faser_backend.api.params import SamplingParams
     from faser_backend.core.decision import Score
     from faser_backend.core.plan import StepRecord
