@@ -48,9 +48,7 @@ class DoctorOptions(OptionTable):
 
     is_json: bool = option(False, JSON)
     engine_dir: Path | None = option(None, ServingOptions.options()["engine_dir"], unset="none: report on the machine")
-    gpu_gib: float | None = option(
-        None, "Assume a GPU of this many GiB.", unset="the GPU that is present", ge=1, le=1e6
-    )
+    gpu_gib: float | None = option(None, "Assume a GPU of this many GiB.", unset="the GPU present", ge=1, le=1e6)
 
 
 class ProfileOptions(OptionTable):

@@ -149,7 +149,7 @@ class EngineConfig(OptionTable):
         "max_utilization", "Choose when waiting requests may start.", CAPACITY, parameter="batch_scheduler_policy"
     )
     num_threads: int | None = option(
-        None, "Use this many CPU threads.", CAPACITY, unset="all cores", ge=1, le=1024
+        None, "Use this many CPU threads.", CAPACITY, unset="allowed cores", ge=1, le=1024
     )  # None: the cores of the partition
     # quick: only files whose time stamp is not the one in the manifest, as after a copy, are hashed.
     verify: Literal["quick", "full"] = option("quick", "Verify weights by size and time, or by hash.", CAPACITY)

@@ -36,6 +36,7 @@ class Sequence:
     failure: Failure | None = None  # of this sequence alone: the current step goes on, then ends it
     context_log_probs: np.ndarray | None = None  # see EngineOutput; filled in the same way
     stats: RequestStats = field(default_factory=RequestStats)
+    digests: list[bytes] | None = None  # of its prefixes, which differ by adapter; see BlockManager.match
 
     @classmethod
     def from_request(cls, request: Request, arrival_ns: int, adapter: Any = None) -> Sequence:
@@ -45,7 +46,8 @@ class Sequence:
         stats = RequestStats(arrival_ns=arrival_ns, num_prompt_tokens=num_prompt)
         # The last token that may be emitted is the one behind the draft.
         client_draft = () if request.max_draft_tokens == 0 else request.draft_ids[: request.max_tokens - 1]
-        return cls(request, token_ids, num_prompt, adapter, client_draft=client_draft, stats=stats)
+        digests = [request.lora_name.encode()]
+        return cls(request, token_ids, num_prompt, adapter, client_draft=client_draft, stats=stats, digests=digests)
 
     @property
     def num_prompt_tokens(self) -> int:

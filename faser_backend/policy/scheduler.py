@@ -46,7 +46,6 @@ class Scheduler:
         self._num_read = 0  # prompt tokens of all sequences since the start
         self._due = [0] * self.max_num_seqs  # by slot: see _reading
         self._prefills_draft = False  # as last decided; until then the draft may turn out to rest
-        self._digests: tuple[Sequence | None, list[bytes]] = None, []  # of the first one that waits, for its next try
         self._free_slots = list(range(self.max_num_seqs - 1, -1, -1))
 
     def add(self, sequence: Sequence) -> None:
@@ -96,7 +95,7 @@ class Scheduler:
         return sorted(reading, key=lambda sequence: self._due[sequence.slot])
 
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence], max_rows: int) -> None:
-        longest = min(MAX_DRAFT_TOKENS, max_rows - 1, MAX_VERIFIED_ROWS // max(len(ready), 1) - 1)
+        longest = min(MAX_DRAFT_TOKENS, max_rows - 1, MAX_VERIFIED_ROWS // max(len(self.running), 1) - 1)
         in_flight = dict(zip(plan.in_flight.sequences, plan.in_flight.frontier.num_drafted.tolist(), strict=True))
         mode = plan.decision.mode
         # In ping-pong half of the sequences are verified while the others draft. If a cohort has grown too large, its
@@ -173,9 +172,7 @@ class Scheduler:
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             num_tokens = 0 if sequence.owes_context_logits else sequence.num_tokens  # 0: every position is run
-            if self._digests[0] is not sequence:
-                self._digests = sequence, [sequence.request.lora_name.encode()]
-            match = self.blocks.match(sequence.token_ids, num_tokens, self._digests[1])
+            match = self.blocks.match(sequence.token_ids, num_tokens, sequence.digests)
             if not self._has_room(sequence, self.blocks.num_needed_blocks(match, sequence.num_tokens)):
                 return
             self.waiting.popleft()

@@ -175,20 +175,13 @@ class Bench:
     """The KV pools and the cases of a pair of models, used on all partitions of a runtime."""
 
     def __init__(
-        self,
-        runtime: AnyRuntime,
-        models: ModelPair,
-        cases: dict[str, list[Case]],
-        *,
-        max_sweeps: int,
-        seed: int,
-        is_bounded: bool = False,
+        self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], *, max_sweeps: int, seed: int
     ) -> None:
-        """is_bounded: after twice the time of a partition, calls beyond the fewest that can be fitted are left out."""
         self._runtime = runtime
-        self._max_sweeps, self._is_bounded = max_sweeps, is_bounded
-        self._swept_s, self._waited_s = 0.0, 0.0
-        self.is_cut = False  # calls were left out, because time was up
+        self._max_sweeps = max_sweeps
+        self._swept_s = self._waited_s = 0.0
+        self.is_bounded = False  # after twice a partition's time, leaves out calls beyond the fewest that can be fitted
+        self.is_cut = False  # it has left out some
         self._models: dict[str, ModelEngine] = dict(zip((TARGET, DRAFT), models.present, strict=False))
         self._max_context, self._cases = models.max_context, cases
         self._rng = np.random.default_rng(seed)
@@ -260,7 +253,7 @@ class Bench:
         for case, batch in calls:
             if len(samples) >= MIN_GROUP_CASES and 3 * spent_s > budget_s:
                 break
-            is_late = self._is_bounded and time.perf_counter() > deadline + budget_s
+            is_late = self.is_bounded and time.perf_counter() > deadline + budget_s
             if is_late and len(samples) >= FEWEST_GROUP_CASES:
                 self.is_cut = True
                 break
@@ -271,7 +264,7 @@ class Bench:
             spent_s += time.perf_counter() - start
         for sweep in range(1, self._max_sweeps):
             late_s = time.perf_counter() - deadline
-            if late_s > 0.0 and (sweep >= 3 or (self._is_bounded and late_s > budget_s)):
+            if late_s > 0.0 and (sweep >= 3 or (self.is_bounded and late_s > budget_s)):
                 break
             for index in self._rng.permutation(len(samples)):
                 samples[index].append(sample(*calls[index]))

@@ -216,7 +216,7 @@ class _Profiler:
         )  # fmt: skip
         steps = StepMeter(self.runtime, self._make_engine, effort, SEED)
         steps.visit()
-        sampled, warnings = self._measure_calls(effort, is_bounded=math.isfinite(budget_s))
+        sampled, spread, warnings = self._measure_calls(effort, is_bounded=math.isfinite(budget_s))
         costs = {
             (share.model, share.partition): fit_segments(points, widths, pads=pads) for share, points in sampled.items()
         }
@@ -228,7 +228,7 @@ class _Profiler:
             date=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
             costs=costs,
             overhead=overhead,
-            spread=_spread(sampled),
+            spread=spread,
             calibration=calibration,
             warnings=warnings,
         )
@@ -272,22 +272,26 @@ class _Profiler:
             + max(effort.calls_s, calls_s)
         )
 
-    def _measure_calls(self, effort: Effort, *, is_bounded: bool) -> tuple[dict[Share, list[Sampled]], tuple[str, ...]]:
-        """Measures one partition after the other. Returns also what the user has to know of the measurement."""
-        cases, sweeps = self._cases(effort), effort.max_sweeps
-        bench = Bench(self.runtime, self.models, cases, max_sweeps=sweeps, seed=SEED, is_bounded=is_bounded)
+    def _measure_calls(
+        self, effort: Effort, *, is_bounded: bool
+    ) -> tuple[dict[Share, list[Sampled]], float, tuple[str, ...]]:
+        """Measures one partition after the other. Returns also the median spread of a call, and warnings."""
+        cases = self._cases(effort)
+        bench = Bench(self.runtime, self.models, cases, max_sweeps=effort.max_sweeps, seed=SEED)
+        bench.is_bounded = is_bounded
         sampled = {}
         for index, share in enumerate(self.shares, 1):
             log.info(f"{index / (len(self.shares) + 2):4.0%}  {share.model} on {share.partition}")
             sampled[share] = bench.measure(share, effort.calls_s / len(self.shares))
+        spread = float(np.median([point.spread for points in sampled.values() for point in points]))
         warnings = []
-        if _spread(sampled) > BUSY_SPREAD or bench.waiting_share > BUSY_WAITING:
+        if spread > BUSY_SPREAD or bench.waiting_share > BUSY_WAITING:
             warnings.append("the machine was busy, so times are too long: run `faser profile` again when it is idle")
         if bench.is_cut:
             num_measured, num_all = sum(map(len, sampled.values())), sum(len(cases[share.model]) for share in sampled)
             reason = f"the budget allowed {num_measured} of {num_all} calls, so predicted times are rough"
             warnings.append(f"{reason}: run `faser profile` with a larger --budget-s")
-        return sampled, tuple(warnings)
+        return sampled, spread, tuple(warnings)
 
     def _measure_steps(self, calls: CostModel, steps: StepMeter) -> OverheadCost:
         log.info(f"{1 - 1 / (len(self.shares) + 2):4.0%}  step overhead")
@@ -297,11 +301,6 @@ class _Profiler:
             found |= TRIM
         steps.visit()
         return replace(steps.overhead(calls), **found)
-
-
-def _spread(sampled: dict[Share, list[Sampled]]) -> float:
-    """Returns the median over calls."""
-    return float(np.median([point.spread for points in sampled.values() for point in points]))
 
 
 def run_profile(

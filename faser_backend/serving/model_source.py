@@ -67,8 +67,7 @@ def find_engine(
 ) -> dict[str, Any]:
     """Returns the options engine_dir (None: the demo pair's) and draft; downloads and builds. Raises FaserError.
 
-    policy: checked before, as far as it can be without an engine. build: options of `build_engines`, for a model that
-    is built.
+    policy: checked before, without the engine's profile. build: options of `build_engines`, for a model that is built.
     """
     path, is_source = Path(os.path.expanduser(run.model or "")), run.draft not in get_args(DraftSource)
     if run.model is not None and run.engine_dir is not None:

@@ -32,13 +32,18 @@ class Usage(NamedTuple):
     resident_mib: float
 
 
+def memory_mib(pid: int, line: str = "VmRSS") -> float:
+    """Reads VmRSS, or VmHWM: the peak since 5 was written to `clear_refs`. Raises OSError or StopIteration after its
+    end."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(each.split()[1]) for each in lines if each.startswith(line)) / 1024
+
+
 def usage(pid: int) -> Usage | None:
     """Returns a process's usage, or None after its end."""
     try:
         num_threads, num_handles = (len(os.listdir(f"/proc/{pid}/{kind}")) for kind in ("task", "fd"))
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        resident_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
-        return Usage(num_threads, num_handles, resident_kib / 1024)
+        return Usage(num_threads, num_handles, memory_mib(pid))
     except (OSError, StopIteration):
         return None
 

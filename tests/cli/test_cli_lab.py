@@ -40,7 +40,7 @@ def test_an_output_that_cannot_be_written_is_told_first(run, tmp_path: Path, com
         assert err.startswith("error: --output = ") and reason in err
 
 
-TINY = Sizing(2, 0.01, 1, 0.1, 1, 6, (0.0, 0.8), bursty_ablations=False)
+TINY = Sizing(2, 0.01, 1, 0.1, 6, (0.0, 0.8), bursty_ablations=False)
 
 
 @pytest.fixture(scope="module")
