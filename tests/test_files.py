@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from faser_backend.cli import doctor
-from faser_backend.core.errors import ConfigError, ManifestError, RequestError
+from faser_backend.core.errors import ConfigError, RequestError
 from faser_backend.engines import build
 from faser_backend.files import FileError, read_json, read_text
 from faser_backend.manifest import EngineManifest
@@ -86,30 +86,6 @@ def test_text_and_names(tmp_path: Path):
     with pytest.raises(FileError) as caught:
         read_json(tmp_path / "none")
     assert caught.value.is_missing
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("max_context", "512", "max_context = '512'"),
-        ("max_context", 10**12, "max_context = 1000000000000: Input should be less"),
-        ("max_context", True, "max_context = True"),
-        ("hidden_size", 10**9, "hidden_size = 1000000000: Input should be less"),
-        ("num_layers", 10**400, "num_layers = 1000"),
-        ("rope_theta", float("nan"), "rope_theta = nan: Input should be a finite number"),
-        ("rope_theta", "1e4", "rope_theta = '1e4'"),
-        ("rope_scaling", {"kind": "linear", "factor": 0}, "rope_scaling.factor = 0"),
-        ("rms_eps", float("inf"), "rms_eps = inf"),
-    ],
-)
-def test_numbers_of_a_manifest_have_limits(engine: Path, field: str, value: Any, message: str):
-    path = engine / "manifest.json"
-    fields = json.loads(path.read_text())
-    fields["target"]["spec"][field] = value
-    path.write_text(json.dumps(fields))
-    with pytest.raises(ManifestError) as caught:
-        EngineManifest.load(engine)
-    assert message in str(caught.value) and len(str(caught.value)) < 500
 
 
 def tokenizer_file(path: Path, **parts: Any) -> Path:

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 import faser_backend
 from faser_backend import LLM, ConfigError, FaserError, GuidedDecodingParams, RequestError, SamplingParams
+from tests.support.processes import wait_until
 from tests.text.test_structured_output import SCHEMAS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,12 +40,7 @@ def texts_of(outputs: list[faser_backend.RequestOutput]) -> list[str]:
 
 def assert_idle(llm: LLM) -> None:
     """Waits until no request runs or holds a block."""
-    for _ in range(500):
-        metrics = llm.metrics()
-        if metrics.num_running == 0 and metrics.num_free_blocks == metrics.num_blocks:
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(metrics)
+    wait_until(lambda: (now := llm.metrics()).num_running == 0 and now.num_free_blocks == now.num_blocks)
 
 
 def test_answers_come_in_order_and_are_those_of_plain_decoding(llm: LLM, engine_dir: Path):

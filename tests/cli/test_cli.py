@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,10 +62,20 @@ def test_generate_prints_the_text_then_its_figures(run, engine_dir):
         (["--prompt-ids", "1,two"], "--prompt-ids = '1,two': must be integers separated by commas"),
         (["--prompt-ids", "1,99999"], "input_ids = 99999: token ids must lie in"),
         ([], "give exactly one of --prompt and --prompt-ids"),
+        (["--prompt", "x", "--system", "s"], "--system = 's': is for conversations: give --chat too"),
+        (["--prompt", "x", "--messages", "m.json"], "--messages = 'm.json': is for conversations"),
+        (["--prompt", "x", "--chat-template", "t"], "--chat-template = 't': is for conversations"),
+        (["--chat"], "give exactly one of --prompt and --messages with --chat"),
+        (["--chat", "--prompt", "x", "--messages", "m.json"], "give exactly one of --prompt and --messages"),
+        (["--chat", "--prompt-ids", "1"], "--prompt-ids = [1]: cannot be a message"),
+        (["--chat", "--messages", "m.json", "--system", "s"], "--system = 's': write it into the file"),
+        (["--chat", "--messages", "none.json"], "--messages = 'none.json': not readable as text"),
+        (["--chat", "--messages", __file__], "invalid JSON: "),
+        (["--chat", "--prompt", "x", "--chat-template", "none"], "chat_template = none: not readable"),
     ],
 )
 def test_bad_input_is_one_line_and_status_1(run, engine_dir, tmp_path, options, message):
-    needs_model = message.startswith(("policy", "input_ids"))  # the others are refused before engines are looked for
+    needs_model = message.startswith(("policy", "input_ids", "chat_template"))  # others are refused before engines
     directory = engine_dir if needs_model else tmp_path / "none"
     status, out, err = run("generate", "--engine-dir", directory, *options)
     assert (status, out) == (1, "") and err.count("\n") == 1
@@ -95,14 +106,6 @@ def test_stop_requests_are_off_where_others_reach_the_server(run, engine_dir, mo
     for options in ((), ("--expose-triton",), ("--expose-triton", "--stop-requests", "on")):
         run("serve", "--engine-dir", engine_dir, *options)
     assert seen == ["on", "off", "on"]
-
-
-def test_forced_overlap_needs_a_profile(run, engine_dir, tmp_path):
-    pair = engine_dir.parent / "pair"
-    run("build", "--target", pair / "target", "--draft", pair / "draft", "--output", tmp_path, "--runtime", "llvm")
-    for command in (("generate", "--prompt", "x"), ("serve",)):
-        status, _, err = run(*command, "--engine-dir", tmp_path, "--pipeline", "run_ahead")
-        assert status == 1 and "pipeline = 'run_ahead' with policy = 'faser'" in err and "run `faser profile`" in err
 
 
 @pytest.mark.parametrize(
@@ -192,11 +195,16 @@ def engines(pair: Path) -> dict[bool, Path]:
     return found
 
 
-def test_a_forced_exit_says_what_is_missing(run, engines: dict[bool, Path]):
-    for has_exit, missing in ((False, "no exits; build it with --exit-layers"), (True, "no profile, which calibrates")):
+def test_forced_overlap_and_a_forced_exit_say_what_is_missing(run, engines: dict[bool, Path]):
+    overlap, early = ("--pipeline", "run_ahead"), ("--early-exit", "on")
+    for has_exit, option, missing in (
+        (False, overlap, "pipeline = 'run_ahead' with policy = 'faser'.* run `faser profile`"),
+        (False, early, "no exits; build it with --exit-layers"),
+        (True, early, "no profile, which calibrates"),
+    ):
         for command in (("generate", *PROMPT), ("serve",)):
-            status, _, err = run(*command, "--engine-dir", engines[has_exit], "--early-exit", "on")
-            assert status == 1 and missing in err.splitlines()[-1]
+            status, _, err = run(*command, "--engine-dir", engines[has_exit], *option)
+            assert status == 1 and re.search(missing, err.splitlines()[-1])
     assert run("generate", *PROMPT, "--engine-dir", engines[False], "--early-exit", "off")[0] == 0
 
 

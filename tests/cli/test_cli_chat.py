@@ -67,7 +67,7 @@ def test_drafted_tokens_are_coloured_where_there_is_colour(talk, monkeypatch: py
     assert "\x1b[32m" not in talk("x\n")[1]
 
 
-def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_path: Path):
+def test_what_cannot_be_answered_is_one_line(talk, engine_dir: Path, tmp_path: Path):
     status, out, _ = talk("y " * 2400 + "\nx\n")
     assert status == 0 and "input_ids length = " in out and "; /reset starts over\n" in out
     assert FIGURES.search(out)  # of the message that followed
@@ -75,12 +75,7 @@ def test_what_cannot_be_answered_is_one_line(talk, run, engine_dir: Path, tmp_pa
     (tmp_path / "empty.jinja").write_text("{{ raise_exception('no') }}")
     refused = talk("x\n", "--chat-template", tmp_path / "empty.jinja")
     assert refused[0] == 0 and "the chat template refuses them: no" in refused[1]
-
-
-def test_an_engine_without_a_template_says_so(run, engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    copy_without_template(engine_dir, tmp_path / "plain")
-    monkeypatch.setattr(sys, "stdin", io.StringIO("x\n"))
-    status, _, err = run("chat", "--engine-dir", tmp_path / "plain")
+    status, _, err = talk("x\n", "--engine-dir", copy_without_template(engine_dir, tmp_path / "plain"))
     assert status == 1 and "came without a chat template" in err.splitlines()[-1]
 
 

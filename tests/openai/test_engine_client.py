@@ -24,6 +24,7 @@ from faser_backend.openai.requests import Generation
 from faser_backend.serving.engine_loop import EngineLoop
 from faser_backend.triton.link import Event, FrameSocket, LinkServer, pack
 from tests.support.harness import CONTEXT, VOCAB, fake_engine, request
+from tests.support.processes import wait_until
 from tests.support.served import FASER
 from tests.triton.test_link import HANDSHAKE, MODEL
 
@@ -80,10 +81,7 @@ def test_the_facts_of_the_model_are_those_of_the_engine_that_serves(tmp_path: Pa
             opened.append(EngineLoop(fake_engine()[0]))
             model = replace(MODEL, limits=Limits(VOCAB, limit))
             opened.append(LinkServer(opened[-1], replace(HANDSHAKE, model=model), path))
-            deadline_s = time.monotonic() + 20
-            while shown() != limit:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
+            wait_until(lambda limit=limit: shown() == limit)
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == status, answer.text
         assert answer.json()["error"]["code"] == "context_length_exceeded"
@@ -95,8 +93,6 @@ def test_a_start_listens_first_and_its_interruption_has_a_status_of_its_own(engi
     ports = dict(zip(("--http-port", "--grpc-port", "--metrics-port", "--openai-port"), free_ports(4), strict=True))
     given = [f"{name}={port}" for name, port in ports.items()]
     started = subprocess.Popen([FASER, "serve", "--engine-dir", engine_dir, *given], stdout=subprocess.PIPE, text=True)
-    while not (status := ask_http(ports["--openai-port"], "/health").status):
-        assert started.poll() is None
-        time.sleep(0.02)
+    status = wait_until(lambda: ask_http(ports["--openai-port"], "/health").status, timeout_s=60)
     started.send_signal(signal.SIGINT)
     assert (started.communicate(timeout=20)[0], started.returncode, status) == ("", 130, 503)

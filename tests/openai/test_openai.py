@@ -5,8 +5,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ from faser_backend.openai.bodies import REFUSED, ChatBody, CompletionBody, Respo
 from faser_backend.openai.server import callers_of, run_openai
 from faser_backend.openai.tools import BareForm, CallFinder, TaggedForm
 from faser_backend.serving.parameters import ModelOptions, OpenAIOptions
+from tests.openai.test_openai_abuse import head_of
 from tests.support.chat_templates import HERMES
 from tests.support.clients import wait_for_free_blocks
 from tests.support.openai_cases import (
@@ -40,10 +39,12 @@ from tests.support.openai_cases import (
     Field,
     with_table,
 )
+from tests.support.processes import wait_until
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
 
 KEY = "sk-of-this-test"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 REQUESTS = "nv_trt_llm_request_metrics"
 
 
@@ -160,16 +161,13 @@ def test_an_end_token_ends_an_answer_unless_it_is_ignored(api: Api):
 
 
 def test_log_probs_of_both_endpoints_add_up(api: Api):
-    completion = ask(api, CompletionBody, prompt=[7, 8], max_tokens=6, temperature=0, logprobs=3)
-    tokens = completion.choices[0].logprobs
-    assert len(tokens.tokens) == len(tokens.token_logprobs) == len(tokens.top_logprobs) == 6
-    for text, value, top in zip(tokens.tokens, tokens.token_logprobs, tokens.top_logprobs, strict=True):
-        assert top[text] == pytest.approx(value, abs=1e-4) and value == pytest.approx(max(top.values()), abs=1e-4)
-    sampled = (
-        ask(api, CompletionBody, prompt=[7, 8], max_tokens=6, temperature=2, seed=1, logprobs=1).choices[0].logprobs
-    )
-    for text, value, top in zip(sampled.tokens, sampled.token_logprobs, sampled.top_logprobs, strict=True):
-        assert top[text] == pytest.approx(value, abs=1e-4) and len(top) <= 2
+    for temperature, most in ((0, 3), (2, 2)):
+        asked = {"temperature": temperature, "seed": 1, "logprobs": 3 if temperature == 0 else 1}
+        tokens = ask(api, CompletionBody, prompt=[7, 8], max_tokens=6, **asked).choices[0].logprobs
+        assert len(tokens.tokens) == len(tokens.token_logprobs) == len(tokens.top_logprobs) == 6
+        for text, value, top in zip(tokens.tokens, tokens.token_logprobs, tokens.top_logprobs, strict=True):
+            assert top[text] == pytest.approx(value, abs=1e-4) and len(top) <= most
+            assert temperature or value == pytest.approx(max(top.values()), abs=1e-4)
     chat = ask(api, ChatBody, **BASE[ChatBody], temperature=0, logprobs=True, top_logprobs=2)
     for token in chat.choices[0].logprobs.content:
         assert token.token.startswith("bytes:") or token.token == bytes(token.bytes).decode()
@@ -368,8 +366,7 @@ def test_a_full_queue_asks_for_patience(api: Api):
         ask(api, CompletionBody, prompt=[7, 8], max_tokens=3000, n=128, ignore_eos=True)
     assert (refusal.value.code, refusal.value.param) == ("queue_full", None)
     assert refusal.value.response.headers["retry-after"] == "1"
-    while metric(*counted) <= before:  # reported every few steps; the timeout of tests ends it
-        time.sleep(0.05)
+    wait_until(lambda: metric(*counted) > before)  # reported every few steps
 
 
 def test_tokens_are_those_of_tritons_ports_and_are_counted_as_well(api: Api):
@@ -402,10 +399,8 @@ def test_strangers_and_unknown_models_are_turned_away(api: Api):
 
 @pytest.mark.parametrize("sent", [b"{", b"[" * 100_000, b"[1]", b'{"prompt": "' + b"x" * (5 << 20) + b'"}'])
 def test_a_body_that_is_none_gets_one_error(api: Api, sent: bytes):
-    url = f"http://127.0.0.1:{api.port}/v1/completions"
-    with pytest.raises(urllib.error.HTTPError) as refusal:
-        urllib.request.urlopen(urllib.request.Request(url, sent, {"authorization": f"Bearer {KEY}"}), timeout=20)
-    assert refusal.value.code in (400, 413) and "body" in json.load(refusal.value)["error"]["message"]
+    reply = ask_http(api.port, "/v1/completions", sent, headers=AUTHORIZED)
+    assert reply.status in (400, 413) and "body" in json.loads(reply.body)["error"]["message"]
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
@@ -413,27 +408,17 @@ def test_a_client_that_goes_away_frees_its_blocks_at_once(api: Api, is_streamed:
     wait_for_free_blocks(api.served.metrics_port)
     body = {"prompt": [5, 6], "max_tokens": 3000, "ignore_eos": True, "num_draft_tokens": 0, "n": 16}
     data = json.dumps(body | {"stream": is_streamed}).encode()
-    lines = ["POST /v1/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {len(data)}"]
-    head = "".join(line + "\r\n" for line in [*lines, ""])
+    head = head_of("/v1/completions", AUTHORIZED | {"Content-Length": str(len(data))})
     with socket.create_connection(("127.0.0.1", api.port)) as connection:
-        connection.sendall(head.encode() + data)
-        deadline_s = time.monotonic() + 10
-        while metric(api.served.metrics_port, REQUESTS, "active") < 4:
-            assert time.monotonic() < deadline_s, "the requests never started"
-            time.sleep(0.01)
+        connection.sendall(head + data)
+        wait_until(lambda: metric(api.served.metrics_port, REQUESTS, "active") >= 4, "the requests never started")
     wait_for_free_blocks(api.served.metrics_port, timeout_s=3.0)
 
 
 def test_the_page_and_health_need_no_key_and_metrics_do(api: Api):
-    def get(path: str, **headers: str) -> str:
-        request = urllib.request.Request(f"http://127.0.0.1:{api.port}{path}", headers=headers)
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return response.read().decode()
-
-    assert "<title>FASER" in get("/") and "ready" in get("/health")
-    with pytest.raises(urllib.error.HTTPError, match="401"):
-        get("/metrics")
-    assert REQUESTS in get("/metrics", authorization=f"Bearer {KEY}")
+    assert "<title>FASER" in ask_http(api.port, "/").body and "ready" in ask_http(api.port, "/health").body
+    assert ask_http(api.port, "/metrics").status == 401
+    assert REQUESTS in ask_http(api.port, "/metrics", headers=AUTHORIZED).body
 
 
 def test_the_page_writes_no_markup_from_texts():

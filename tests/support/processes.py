@@ -1,8 +1,10 @@
-"""Finds and ends processes that tests started."""
+"""Finds and ends processes that tests started, and waits for what they do."""
 
 import os
 import signal
 import time
+from collections.abc import Callable
+from typing import Any
 
 from faser_backend.serving import processes
 
@@ -26,3 +28,12 @@ def still_running(pids: list[int], timeout_s: float = 5.0) -> list[int]:
     while (left := [pid for pid in pids if processes.is_running(pid)]) and time.monotonic() < deadline_s:
         time.sleep(0.02)
     return left
+
+
+def wait_until(is_so: Callable[[], Any], what: object = "", timeout_s: float = 20.0) -> Any:
+    """Returns what the condition returns as soon as it is true. what: the failure otherwise."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := is_so()):
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.02)
+    return found

@@ -21,10 +21,11 @@ from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
 from faser_backend.triton.llmapi import LlmApiContract
 from tests.support.chat_templates import CHATML, CONVERSATIONS, HERMES, LLAMA_3, MISTRAL, TEMPLATES, USER
+from tests.support.clients import one, text
 from tests.support.openai_cases import WEATHER
 from tests.support.processes import kill_children
 from tests.support.serving_pair import byte_level_tokenizer
-from tests.triton.test_contract import HANDSHAKE, MODEL, number, parse, parse_requests, text
+from tests.triton.test_contract import HANDSHAKE, MODEL, parse, parse_requests
 
 SPECIAL = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
 MARKS = ["<|begin|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -104,7 +105,7 @@ def test_plain_prompts_begin_as_the_checkpoint_says(adds_special_tokens, adds_be
 def test_all_contracts_take_messages(chat_tokenizer: TextTokenizer):
     conversation = json.dumps(CONVERSATIONS["turns"])
     prompt, token_ids = chat_tokenizer.encode_chat("messages", conversation)
-    given = {"messages": text(conversation), "max_tokens": number(8)}
+    given = {"messages": text(conversation), "max_tokens": one(8)}
     handshake = replace(HANDSHAKE, model=model_of(chat_tokenizer))
     (parsed,) = parse_requests(given, "r", handshake, is_decoupled=True)
     assert parsed.request.prompt_ids.tolist() == token_ids and parsed.prompt_text == prompt
@@ -159,11 +160,11 @@ def test_a_message_without_calls_is_text_and_one_before_calls_is_theirs():
 def test_prompts_exclude_each_other(chat_tokenizer: TextTokenizer):
     with pytest.raises(RequestError, match="messages = 'given with text_input': send one of the two"):
         parse(messages=text(json.dumps(USER)))
-    two = {"QUERY": text("x"), "MESSAGES": text(json.dumps(USER)), "REQUEST_OUTPUT_LEN": number(4)}
+    two = {"QUERY": text("x"), "MESSAGES": text(json.dumps(USER)), "REQUEST_OUTPUT_LEN": one(4)}
     with pytest.raises(RequestError, match="MESSAGES = 'given with QUERY': send one of the two"):
         preprocess(two, model_of(chat_tokenizer))
     with pytest.raises(RequestError, match="send QUERY or MESSAGES"):
-        preprocess({"REQUEST_OUTPUT_LEN": number(4)}, model_of(chat_tokenizer))
+        preprocess({"REQUEST_OUTPUT_LEN": one(4)}, model_of(chat_tokenizer))
 
 
 def test_padding_is_the_checkpoints():
@@ -212,11 +213,6 @@ def test_a_developers_message_is_the_systems_unless_the_template_knows_the_role(
     said = [{"role": "developer", "content": "s"}, *USER]
     assert render(CHATML, said) == render(CHATML, [{"role": "system", "content": "s"}, *USER])
     assert "[SYSTEM]" not in render(TEMPLATES["odd"], said)
-
-
-def test_without_a_template_a_conversation_is_refused():
-    with pytest.raises(RequestError, match=r"these engines came without a chat template.*--chat-template FILE"):
-        TextTokenizer(TOKENIZER).encode_chat("messages", json.dumps(USER))
 
 
 @pytest.mark.parametrize(

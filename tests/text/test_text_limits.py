@@ -26,8 +26,9 @@ from faser_backend.text.tokenizer import TextTokenizer
 from faser_backend.triton.converters import preprocess
 from faser_backend.triton.frontend import LONG_TEXT_BYTES, LongTexts
 from tests.support.chat_templates import CHATML, CONVERSATIONS, MISTRAL, USER
+from tests.support.clients import one, text
 from tests.support.serving_pair import END_ID, byte_level_tokenizer, copy_without_template, write_pair
-from tests.triton.test_contract import HANDSHAKE, MODEL, number, parse, text
+from tests.triton.test_contract import HANDSHAKE, MODEL, parse
 
 HUGE = "x" * 5_000_000
 MANY = tuple(f"w{index}" for index in range(1025))
@@ -92,7 +93,7 @@ def test_texts_at_the_limit_are_taken():
 )
 def test_preprocessing_has_the_same_limits(error: str, given: dict[str, Any]):
     with pytest.raises(RequestError, match=error):
-        preprocess({"REQUEST_OUTPUT_LEN": number(4), **given}, LIMITED)
+        preprocess({"REQUEST_OUTPUT_LEN": one(4), **given}, LIMITED)
 
 
 def test_what_a_template_writes_is_measured_too():
@@ -184,10 +185,6 @@ def test_a_build_takes_the_targets_template_and_tokens_along(engine_dir: Path):
     assert manifest.prompts.name in {path.name for path in engine_dir.iterdir()}
 
 
-def test_a_directory_without_prompts_loads_and_has_no_template(without_template: Path):
-    assert PromptFormat.load(without_template, EngineManifest.load(without_template)) == PromptFormat()
-
-
 def test_end_ids_come_from_generation_config_else_from_the_eos_token(tmp_path: Path):
     pair = write_pair(tmp_path / "pair")
     several = pair / "target" / "generation_config.json"
@@ -269,27 +266,6 @@ def test_without_a_template_generate_says_what_to_do(run, without_template: Path
     given = run(*command, "--chat-template", tmp_path / "mine.jinja", *SHORT)[1]
     plain = run("generate", "--engine-dir", without_template, "--prompt", "x!", *SHORT)[1]
     assert json.loads(given)["token_ids"] == json.loads(plain)["token_ids"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--prompt", "x", "--system", "s"], "--system = 's': is for conversations: give --chat too"),
-        (["--prompt", "x", "--messages", "m.json"], "--messages = 'm.json': is for conversations"),
-        (["--prompt", "x", "--chat-template", "t"], "--chat-template = 't': is for conversations"),
-        (["--chat"], "give exactly one of --prompt and --messages with --chat"),
-        (["--chat", "--prompt", "x", "--messages", "m.json"], "give exactly one of --prompt and --messages"),
-        (["--chat", "--prompt-ids", "1"], "--prompt-ids = [1]: cannot be a message"),
-        (["--chat", "--messages", "m.json", "--system", "s"], "--system = 's': write it into the file"),
-        (["--chat", "--messages", "none.json"], "--messages = 'none.json': not readable as text"),
-        (["--chat", "--messages", __file__], "invalid JSON: "),
-        (["--chat", "--prompt", "x", "--chat-template", "none"], "chat_template = none: not readable"),
-    ],
-)
-def test_options_that_contradict_each_other_are_one_line(run, engine_dir: Path, options: list[str], message: str):
-    status, out, err = run("generate", "--engine-dir", engine_dir, *options)
-    assert (status, out) == (1, "")
-    assert message in err and err.startswith("error: ") and err.count("\n") == 1
 
 
 def test_serve_refuses_a_template_that_cannot_be_compiled(run, engine_dir: Path, tmp_path: Path):

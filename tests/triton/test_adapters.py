@@ -1,6 +1,5 @@
 """LoRA adapters of a server: by name over OpenAI's API, by id over Triton, and others after a reload."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from faser_backend.lab.checks.servers import free_ports
 from faser_backend.manifest import EngineManifest
 from tests.support.adapters import as_tensors, write_adapter
 from tests.support.clients import ids_of, one, stream_grpc, token_request
+from tests.support.processes import wait_until
 from tests.support.served import Served, serve
 from tests.support.serving_pair import build_pair
 
@@ -110,11 +110,7 @@ def test_a_reload_brings_other_adapters(adapted: Adapted, run: Any) -> None:
     reload += ["--http", f"127.0.0.1:{adapted.served.http_port}", "--lora", f"green={folder / 'blue'}"]
     assert run(*reload, "--lora", f"base={folder / 'red'}")[0] == 1, "the name of the model itself"
     assert run(*reload)[0] == 0
-    deadline = time.monotonic() + 30
-    while [model.id for model in adapted.client.models.list()] != ["base", "green"] and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: [model.id for model in adapted.client.models.list()] == ["base", "green"])
     assert complete(adapted, "green") == adapted.expected["blue"].text
     assert run(*reload[:7], "--no-lora")[0] == 0
-    while len(adapted.client.models.list().data) > 1 and time.monotonic() < deadline + 30:
-        time.sleep(0.1)
-    assert [model.id for model in adapted.client.models.list()] == ["base"]
+    wait_until(lambda: [model.id for model in adapted.client.models.list()] == ["base"])

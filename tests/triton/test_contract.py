@@ -14,6 +14,7 @@ from faser_backend.triton.converters import postprocess, preprocess
 from faser_backend.triton.link import Handshake
 from faser_backend.triton.tensor_io import Reply
 from faser_backend.triton.tensors import TEXT_OUTPUTS
+from tests.support.clients import NO_TOKEN, one, text
 from tests.support.conformance_cases import WITHOUT_EFFECT
 from tests.support.serving_pair import END_ID, byte_level_tokenizer
 
@@ -23,20 +24,12 @@ MODEL = ServedModel("m", TOKENIZER, Limits(VOCAB, 128), (END_ID,), 16, 1 << 16)
 HANDSHAKE = Handshake(MODEL, 4, "reject", False, 0.1)
 
 
-def text(*values: str) -> np.ndarray:
-    return np.array([[value.encode() for value in values]], dtype=object)
-
-
-def number(value, dtype=np.int32) -> np.ndarray:
-    return np.array([[value]], dtype)
-
-
 def real(value: float) -> np.ndarray:
-    return number(value, np.float32)
+    return one(value, np.float32)
 
 
 def parse_all(*, handshake: Handshake = HANDSHAKE, is_decoupled: bool = True, **tensors: np.ndarray | None):
-    given = {"text_input": text("the fox"), "max_tokens": number(8), **tensors}
+    given = {"text_input": text("the fox"), "max_tokens": one(8), **tensors}
     present = {name: array for name, array in given.items() if array is not None}
     return parse_requests(present, "r", handshake, is_decoupled=is_decoupled)
 
@@ -48,7 +41,7 @@ def parse(**given):
 
 def parse_ids(ids: list[int], **tensors):
     given = {"text_input": None, "max_tokens": None, "input_ids": np.array([ids], np.int32)}
-    given |= {"input_lengths": number(len(ids)), "request_output_len": number(8)}
+    given |= {"input_lengths": one(len(ids)), "request_output_len": one(8)}
     return parse(**given | tensors)
 
 
@@ -56,15 +49,15 @@ def parse_ids(ids: list[int], **tensors):
     ("tensors", "temperature"),
     [
         ({"temperature": real(0.5)}, 0.0),  # what text clients of TensorRT-LLM always send
-        ({"temperature": real(1.0), "top_k": number(0), "top_p": real(0.0)}, 0.0),
+        ({"temperature": real(1.0), "top_k": one(0), "top_p": real(0.0)}, 0.0),
         ({"temperature": real(0.0), "top_p": real(0.9)}, 0.0),
         ({"temperature": real(0.5), "top_p": real(1.0)}, 0.5),
-        ({"temperature": real(0.5), "top_k": number(4)}, 0.5),
+        ({"temperature": real(0.5), "top_k": one(4)}, 0.5),
         ({"top_p": real(0.9)}, 1.0),
         ({"runtime_top_p": real(0.0)}, 0.0),
-        ({"top_k": number(0)}, 0.0),
-        ({"runtime_top_k": number(5)}, 1.0),
-        ({"top_k": number(1), "top_p": real(0.5), "temperature": real(0.7)}, 0.0),
+        ({"top_k": one(0)}, 0.0),
+        ({"runtime_top_k": one(5)}, 1.0),
+        ({"top_k": one(1), "top_p": real(0.5), "temperature": real(0.7)}, 0.0),
         ({"min_p": real(0.1)}, 1.0),
     ],
 )
@@ -76,13 +69,13 @@ def test_which_values_sample(tensors, temperature):
 
 def test_an_absent_seed_is_0_and_given_seeds_hold():
     assert parse(top_p=real(1)).request.sampling.seed == 0
-    assert parse(seed=number(2**64 - 1, np.uint64)).request.sampling.seed == 2**64 - 1
-    assert parse(random_seed=number(7, np.uint64)).request.sampling.seed == 7
+    assert parse(seed=one(2**64 - 1, np.uint64)).request.sampling.seed == 2**64 - 1
+    assert parse(random_seed=one(7, np.uint64)).request.sampling.seed == 7
 
 
 def test_every_sampling_tensor_arrives():
     sampling = parse(
-        min_length=number(3),
+        min_length=one(3),
         repetition_penalty=real(1.5),
         presence_penalty=real(0.25),
         frequency_penalty=real(0.5),
@@ -100,13 +93,11 @@ def test_token_level_words_and_bias():
     bias = np.zeros((1, VOCAB), np.float32)
     bias[0, 5] = -3
     stops = np.array([[[4, 5, 6], [2, 3, -1]]], np.int32)
-    parsed = parse_ids(
-        [9, 8, 7, 7], input_lengths=number(3), stop_words_list=stops, embedding_bias=bias, end_id=number(-1)
-    )
+    parsed = parse_ids([9, 8, 7, 7], input_lengths=one(3), stop_words_list=stops, embedding_bias=bias, end_id=one(-1))
     assert parsed.request.prompt_ids.tolist() == [9, 8, 7]
     assert parsed.request.stop_sequences == ((4, 5), (6,))
     assert parsed.request.sampling.logit_bias == {5: -3.0}
-    assert parsed.request.end_ids == ()
+    assert parsed.request.end_ids == parse_ids([1], end_id=one(NO_TOKEN)).request.end_ids == ()
     assert parse_ids([1], bad_words_list=np.zeros((1, 2, 0), np.int32)).request.sampling.bad_words == ()
 
 
@@ -127,14 +118,14 @@ def test_out_of_vocab_ids_are_refused_or_clamped():
         ({"text_input": np.array([[b"\xff\xfe"]], dtype=object)}, "text_input .* must be UTF-8 text"),
         ({"text_input": None}, "a prompt is needed"),
         ({"input_ids": np.array([[1]], np.int32)}, "send one of the two"),
-        ({"max_tokens": number(0)}, r"max_tokens = 0: must lie in \[1, "),
+        ({"max_tokens": one(0)}, r"max_tokens = 0: must lie in \[1, "),
         ({"max_tokens": None}, "max_tokens = None: is required"),
         ({"max_tokens": np.array([[1, 2]], np.int32)}, r"max_tokens = \[1, 2\]: must hold exactly 1 value"),
         ({"text_input": np.array([[b"a"], [b"b"]], dtype=object)}, r"max_tokens = \[1, 1\]: the batch holds 2 prompts"),
         ({"temperature": real(float("nan"))}, r"temperature = nan: must lie in \[0, 100\]"),
         ({"frequency_penalty": real(float("inf"))}, "frequency_penalty = inf"),
-        ({"beam_width": number(4)}, "beam_width = 4: beam search: not supported"),
-        ({"num_return_sequences": number(2000)}, r"num_return_sequences = 2000: must lie in \[1, 1024\]"),
+        ({"beam_width": one(4)}, "beam_width = 4: beam search: not supported"),
+        ({"num_return_sequences": one(2000)}, r"num_return_sequences = 2000: must lie in \[1, 1024\]"),
         ({"draft_input_ids": np.array([[VOCAB]], np.int32)}, f"draft_input_ids = {VOCAB}: must lie in"),
         ({"embedding_bias_words": text("a", "b")}, "embedding_bias_weights = 0: one weight per word"),
         ({"embedding_bias": np.ones((1, 3), np.float32)}, "embedding_bias length = 3"),
@@ -153,10 +144,10 @@ def test_what_is_without_effect_changes_nothing(name: str):
 
 def test_max_tokens_beyond_the_context_are_clamped_with_a_warning(caplog):
     room = 128 - len(TOKENIZER.encode("the fox"))
-    assert parse(max_tokens=number(128)).request.max_tokens == room
+    assert parse(max_tokens=one(128)).request.max_tokens == room
     assert "max_tokens = 128" in caplog.text and str(room) in caplog.text
     caplog.clear()
-    assert parse(max_tokens=number(room)).request.max_tokens == room and not caplog.text
+    assert parse(max_tokens=one(room)).request.max_tokens == room and not caplog.text
 
 
 def test_each_prompt_of_a_batch_is_a_request_of_its_own():
@@ -167,19 +158,19 @@ def test_each_prompt_of_a_batch_is_a_request_of_its_own():
         seed=np.array([[5], [6]], np.uint64),
         stop_words=np.array([[b"a", b"b"], [b"", b""]], dtype=object),
     )
-    assert [one.request.max_tokens for one in parsed] == [3, 9]
-    assert [one.request.sampling.seed for one in parsed] == [5, 6]
-    assert [one.prompt_text for one in parsed] == ["the fox", "x"]
-    assert [one.stop_strings for one in parsed] == [("a", "b"), ()]
-    assert [(one.batch_index, one.batch_size) for one in parsed] == [(0, 2), (1, 2)]
-    assert len({one.request.request_id for one in parsed}) == 2
+    assert [each.request.max_tokens for each in parsed] == [3, 9]
+    assert [each.request.sampling.seed for each in parsed] == [5, 6]
+    assert [each.prompt_text for each in parsed] == ["the fox", "x"]
+    assert [each.stop_strings for each in parsed] == [("a", "b"), ()]
+    assert [(each.batch_index, each.batch_size) for each in parsed] == [(0, 2), (1, 2)]
+    assert len({each.request.request_id for each in parsed}) == 2
 
 
 def test_several_sequences_of_one_prompt_have_seeds_of_their_own():
-    parsed = parse_all(num_return_sequences=number(3), seed=number(2**64 - 2, np.uint64), top_p=real(1.0))
-    assert [one.request.sampling.seed for one in parsed] == [2**64 - 2, 2**64 - 1, 0]
-    assert [(one.sequence_index, one.num_sequences) for one in parsed] == [(0, 3), (1, 3), (2, 3)]
-    assert len({one.request.request_id for one in parsed}) == 3
+    parsed = parse_all(num_return_sequences=one(3), seed=one(2**64 - 2, np.uint64), top_p=real(1.0))
+    assert [each.request.sampling.seed for each in parsed] == [2**64 - 2, 2**64 - 1, 0]
+    assert [(each.sequence_index, each.num_sequences) for each in parsed] == [(0, 3), (1, 3), (2, 3)]
+    assert len({each.request.request_id for each in parsed}) == 3
 
 
 def test_streaming_and_prompts_whose_answers_have_other_tensors_need_a_decoupled_model():
@@ -189,14 +180,14 @@ def test_streaming_and_prompts_whose_answers_have_other_tensors_need_a_decoupled
         with pytest.raises(RequestError, match=rf"{name} = \[1, 2\]: must be equal for all prompts of a unary request"):
             parse_all(**batch, **{name: np.array([[1], [2]])}, is_decoupled=False)
     with pytest.raises(RequestError, match="Streaming is only supported if model is deployed using decoupled mode"):
-        parse_all(stream=number(True, bool), is_decoupled=False)
+        parse_all(stream=one(True, bool), is_decoupled=False)
 
 
 def test_logits_beyond_a_gigabyte_are_refused_before_anything_is_computed():
     wide = replace(HANDSHAKE, model=replace(MODEL, limits=Limits(2**22, 128)))
     with pytest.raises(RequestError, match=r"return_context_logits = True: .* MiB: at most 1024 MiB are returned"):
-        parse_ids(list(range(100)), handshake=wide, return_context_logits=number(True, bool))
-    assert parse_ids([1], handshake=wide, return_context_logits=number(True, bool)).request.wants_context_logits
+        parse_ids(list(range(100)), handshake=wide, return_context_logits=one(True, bool))
+    assert parse_ids([1], handshake=wide, return_context_logits=one(True, bool)).request.wants_context_logits
 
 
 ALL_OUTPUTS = ["output_ids", "sequence_length", *(spec.name for spec in TEXT_OUTPUTS if "logits" not in spec.name)]
@@ -209,7 +200,7 @@ def finished(token_ids: list[int], log_probs: list[float] | None = None) -> Engi
 
 
 def test_unary_answer_has_every_requested_output_and_starts_with_the_prompt():
-    parsed = parse(**{flag: number(True, bool) for flag in FLAGS})
+    parsed = parse(**{flag: one(True, bool) for flag in FLAGS})
     ids = TOKENIZER.encode(" naïve xyz")
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
     reply.add(EngineOutput("r", ids[:2], [-0.5, -1.0]))
@@ -231,7 +222,7 @@ def test_unary_answer_has_every_requested_output_and_starts_with_the_prompt():
 
 
 def test_streamed_answers_carry_only_what_is_new():
-    parsed = parse(stream=number(True, bool), return_num_output_tokens=number(True, bool))
+    parsed = parse(stream=one(True, bool), return_num_output_tokens=one(True, bool))
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
     reply.add(EngineOutput("r", TOKENIZER.encode("é")[:1]))
     first = dict(reply.render())
@@ -243,7 +234,7 @@ def test_streamed_answers_carry_only_what_is_new():
 
 
 def test_context_logits_come_with_the_first_response_and_the_last():
-    reply = Reply(parse(stream=number(True, bool)), ["context_logits", "output_ids"], TOKENIZER)
+    reply = Reply(parse(stream=one(True, bool)), ["context_logits", "output_ids"], TOKENIZER)
     logits, sent = np.ones((3, 4), np.float32), []
     for output in (EngineOutput("r", [5], context_logits=logits), EngineOutput("r", [6]), finished([7])):
         reply.add(output)
@@ -252,7 +243,7 @@ def test_context_logits_come_with_the_first_response_and_the_last():
 
 
 def test_half_a_character_is_not_sent():
-    reply = Reply(parse(stream=number(True, bool)), ["text_output"], TOKENIZER)
+    reply = Reply(parse(stream=one(True, bool)), ["text_output"], TOKENIZER)
     half = TOKENIZER.token_bytes.index(b"\xe6")
     reply.add(EngineOutput("r", [half]))
     assert not reply.has_new_output
@@ -262,7 +253,7 @@ def test_half_a_character_is_not_sent():
 
 def test_text_stop_across_tokens_cuts_ids_text_and_counts():
     parsed = parse(
-        stop_words=text("fo"), return_num_output_tokens=number(True, bool), exclude_input_in_output=number(True, bool)
+        stop_words=text("fo"), return_num_output_tokens=one(True, bool), exclude_input_in_output=one(True, bool)
     )
     table = TOKENIZER.token_bytes
     reply = Reply(parsed, ALL_OUTPUTS, TOKENIZER)
@@ -287,6 +278,6 @@ def test_converters_round_trip_and_pad():
     tensors = {"TOKENS_BATCH": arrays["INPUT_ID"][:, None], "SEQUENCE_LENGTH": lengths}
     assert [text.decode() for text in dict(postprocess(tensors, TOKENIZER))["OUTPUT"]] == rows
     with pytest.raises(RequestError, match=r"TOKENS_BATCH length = 1048577: must be at most 1048576 ids"):
-        postprocess({"TOKENS_BATCH": np.zeros((1, 1, 2**20 + 1), np.int32), "SEQUENCE_LENGTH": number(2)}, TOKENIZER)
+        postprocess({"TOKENS_BATCH": np.zeros((1, 1, 2**20 + 1), np.int32), "SEQUENCE_LENGTH": one(2)}, TOKENIZER)
     with pytest.raises(RequestError, match=r"TOKENS_BATCH = .*token ids must lie in"):
-        postprocess({"TOKENS_BATCH": np.full((1, 1, 2), VOCAB, np.int32), "SEQUENCE_LENGTH": number(2)}, TOKENIZER)
+        postprocess({"TOKENS_BATCH": np.full((1, 1, 2), VOCAB, np.int32), "SEQUENCE_LENGTH": one(2)}, TOKENIZER)

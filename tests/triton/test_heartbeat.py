@@ -18,6 +18,7 @@ from faser_backend.triton import server
 from faser_backend.triton.launch_folder import BUSY_FACTOR, LOCK_FILE, PREFIX, SHARED_MEMORY, HangWatch, LaunchFolder
 from faser_backend.triton.server import LOCK_ERROR, TritonInstall, TritonServer
 from tests.support.harness import open_fake
+from tests.support.processes import wait_until
 from tests.support.served import on_free_ports
 
 LIMIT_S = 0.3
@@ -98,10 +99,7 @@ def test_who_watches_may_have_been_stopped_with_all_the_others(folder: LaunchFol
 def test_the_loop_of_the_engine_beats_in_steps_and_without_work():
     beats: list[int] = []
     loop = EngineLoop(open_fake("none").engine, beat=lambda: beats.append(1))
-    deadline = time.monotonic() + 10
-    while len(beats) < 3:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(beats) >= 3)
     loop.close()
 
 
