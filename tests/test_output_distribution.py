@@ -2,7 +2,6 @@
 
 Joint chi-squares of the first tokens through the real scheduler, pipeline, sampler and acceptance. The test must fail
 decisively for planted mistakes: rules that use later tokens, accept too often, or share noise.
-test_acceptance_distribution.py plants those about tokens before a pruned row.
 """
 
 import itertools
@@ -18,7 +17,7 @@ from scipy.stats import chisquare
 
 from faser_backend.core.batch import SamplingRows
 from faser_backend.core.decision import Decision, PipelineMode, Pruner
-from faser_backend.core.frontier import Frontier
+from faser_backend.core.frontier import Acceptance, Frontier
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.request import Sampling
 from faser_backend.pipeline import acceptance, step, trim, verify
@@ -250,6 +249,23 @@ def test_no_two_draws_share_their_noise(seed: int):
 # -- negative controls -----------------------------------------------------------------------------------
 
 
+def wrong_at_pruned_rows(redraw: Callable[[np.ndarray, np.ndarray], np.ndarray]):
+    """Wraps accept_by_rejection: replaces x_N where row N was pruned; redraw(p, q) gives the weights."""
+    real = acceptance.accept_by_rejection
+
+    def wrong(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms) -> Acceptance:
+        result, num_kept = real(frontier, target_probs, cu_rows, accept_uniforms, sample_uniforms), np.diff(cu_rows)
+        for b in np.flatnonzero((num_kept <= frontier.num_drafted) & (result.num_accepted >= num_kept - 1)):
+            last = num_kept[b] - 1
+            row = cu_rows[b] + last
+            weights = redraw(target_probs[row], frontier.draft_probs[b, last])
+            result.tokens[b, last] = acceptance.draw(weights[None], sample_uniforms[row : row + 1])[0]
+            result.num_accepted[b], result.num_emitted[b] = last, last + 1
+        return result
+
+    return wrong
+
+
 def choosy(*arguments: Any) -> Any:
     """Discards chains ahead by their own tokens, which is wrong: only earlier tokens may decide."""
     ahead = SURVIVING(*arguments)
@@ -271,6 +287,7 @@ def with_uniforms(change: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, n
 
 
 SURVIVING, DRAWN_FROM, ACCEPT = step.surviving, acceptance._drawn_from, acceptance.accept_by_rejection
+PRUNED = World(forced(pruner=by_parity(num_candidates=3)), "fixed:3")
 NO_ROUNDS = property(lambda batch: np.zeros(len(batch), np.int64))
 MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
     "accepted too often": (World(forced()), with_uniforms(lambda a, s: (a * 0.5, s))),
@@ -280,6 +297,14 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
     "trimming by later tokens": (
         World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=2500),
         [(step, "admit_by_price", trim.admit)],
+    ),
+    "sampled afresh before a pruned row": (
+        PRUNED,
+        [(verify, "accept_by_rejection", wrong_at_pruned_rows(lambda p, q: p))],
+    ),
+    "rejected before a pruned row": (
+        PRUNED,
+        [(verify, "accept_by_rejection", wrong_at_pruned_rows(lambda p, q: acceptance._residual(p[None], q[None])[0]))],
     ),
     "chains discarded for their own tokens": (World(forced(RUN_AHEAD)), [(step, "surviving", choosy)]),
     "noise shared by drafts and tests": (

@@ -39,7 +39,7 @@ from tests.support.clients import (
 )
 from tests.support.conformance_cases import DOCS, VOCAB_SIZE, base_request, neutral, output_of, shape_of, used, written
 from tests.support.served import Served, serve
-from tests.support.serving_pair import byte_level_tokenizer
+from tests.support.serving_pair import MAX_CONTEXT, byte_level_tokenizer
 
 PROMPT = "def größe(x):\n"
 LONG = 200  # tokens: even a busy machine cannot join all of such a stream in one response
@@ -134,6 +134,21 @@ def test_a_client_that_chains_the_models_gets_the_text_of_the_ensemble(unary: Se
     assert written == text_of(infer_grpc(unary.grpc_port, "ensemble", whole))
 
 
+def test_a_temperature_alone_is_greedy_and_a_seed_that_is_left_out_is_0(unary: Served):
+    def ask(**more: np.ndarray) -> str:
+        return text_of(infer_grpc(unary.grpc_port, "ensemble", text_request(PROMPT, 40, **more)))
+
+    hot = one(1.0, np.float32)
+    greedy = ask()
+    assert ask(temperature=hot) == greedy
+    assert ask(temperature=hot, top_k=one(0), top_p=one(0.0, np.float32)) == greedy
+    assert ask(temperature=hot, top_k=one(1), seed=one(5, np.uint64)) == greedy
+    sampled = ask(temperature=hot, top_p=one(1.0, np.float32))
+    assert sampled != greedy and sampled == ask(temperature=hot, top_p=one(1.0, np.float32), seed=one(0, np.uint64))
+    assert sampled != ask(temperature=hot, top_p=one(1.0, np.float32), seed=one(1, np.uint64))
+    assert sampled != ask(top_k=one(4)) != greedy
+
+
 def test_a_batch_is_answered_prompt_by_prompt(decoupled: Served, unary: Served):
     prompts = [PROMPT, "x", "the quick"]
     alone = [text_of(infer_grpc(unary.grpc_port, "ensemble", text_request(prompt, 8))) for prompt in prompts]
@@ -201,6 +216,13 @@ def test_draft_tokens_of_a_client_are_verified_and_change_nothing(unary: Served)
         assert answer.as_numpy("total_accepted_draft_tokens")[0][0] >= num_right
 
 
+@pytest.mark.parametrize("name", ["draft_logits", "draft_acceptance_threshold"])
+def test_drafts_are_not_accepted_by_their_logits(unary: Served, name: str):
+    logits = np.zeros((1, 2, VOCAB_SIZE), np.float32) if name == "draft_logits" else one(0.5, np.float32)
+    with pytest.raises(InferenceServerException, match=f"{name} = .*by their logits: not supported"):
+        infer_grpc(unary.grpc_port, "tensorrt_llm", token_request(5, 6, draft_input_ids=ids(3, 4), **{name: logits}))
+
+
 def test_logits_of_prompt_and_answer_are_those_that_chose_the_tokens(decoupled: Served, unary: Served):
     asked = {"return_context_logits": one(True, bool), "return_generation_logits": one(True, bool)} | EXCLUDE
     arrays = token_request(5, 6, 7, 8, max_tokens=6, **asked)
@@ -218,6 +240,13 @@ def test_logits_of_prompt_and_answer_are_those_that_chose_the_tokens(decoupled: 
         rows.append(response.as_numpy("generation_logits")[0][0])
         assert rows[-1].shape[0] == len(ids_of(response))
     assert np.allclose(np.concatenate(rows), generation[0][0], atol=1e-4)
+
+
+def test_max_tokens_beyond_the_context_are_clamped_and_a_prompt_beyond_it_is_refused(unary: Served):
+    answer = infer_grpc(unary.grpc_port, "tensorrt_llm", token_request(5, 6, 7, max_tokens=10**6))
+    assert answer.as_numpy("sequence_length")[0][0] == MAX_CONTEXT
+    with pytest.raises(InferenceServerException, match=f"context length of {MAX_CONTEXT} tokens"):
+        infer_grpc(unary.grpc_port, "tensorrt_llm", token_request(*[5] * MAX_CONTEXT))
 
 
 def test_perf_metrics_come_with_every_streamed_response(decoupled: Served):
@@ -249,6 +278,12 @@ def test_padding_beyond_the_sequence_length_is_not_read(unary: Served):
     assert found.shape == (2,) and found[1].decode().startswith(found[0].decode())
     with pytest.raises(InferenceServerException, match="TOKENS_BATCH = -1: token ids must lie in"):
         infer_grpc(unary.grpc_port, "postprocessing", arrays | {"SEQUENCE_LENGTH": np.array([[3, 3]], np.int32)})
+
+
+@pytest.mark.parametrize("end_id", [-1, 1048576, 2**31 - 1])
+def test_an_end_id_that_no_token_has_never_stops(unary: Served, end_id: int):
+    answer = infer_grpc(unary.grpc_port, "tensorrt_llm", token_request(5, 6, max_tokens=60) | {"end_id": one(end_id)})
+    assert answer.as_numpy("sequence_length")[0][0] == 62
 
 
 def test_the_configuration_shows_what_tools_read_of_it(unary: Served, engine_dir: Path):

@@ -1,5 +1,6 @@
 """End to end with the real Triton server: every model, streams, cancellation, refusals, its own OpenAI front end."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -8,12 +9,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import tritonclient.grpc as triton
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 from tritonclient import http
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.serving.parameters import GRPC_PREFIX, KEY_HEADER, ServeOptions
 from faser_backend.triton.server import TritonServer
-from tests.support.clients import Stream, wait_for_free_blocks
+from tests.support.chat_templates import CHATML
+from tests.support.clients import Stream, post, wait_for_free_blocks
 from tests.support.served import on_free_ports
 
 PROMPT = "def größe(x):\n"
@@ -44,6 +48,21 @@ def stream(server: ServeOptions) -> Iterator[Stream]:
     stream = Stream(f"127.0.0.1:{server.grpc_port}")
     yield stream
     stream.close()
+
+
+def test_conversations_are_prompts_that_the_template_wrote(server: ServeOptions, stream: Stream, engine_dir: Path):
+    messages = [{"role": "user", "content": "größe?"}]
+    tokenizer = Tokenizer.from_file(str(engine_dir / "tokenizer.json"))
+    theirs = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=CHATML)
+    prompt = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    given = {"max_tokens": 12, "seed": 3, **SAMPLED}
+    expected = stream.ask("ensemble", text_input=prompt, **given)
+    for model in ("ensemble", "tensorrt_llm_bls"):
+        answer = stream.ask(model, messages=json.dumps(messages), **given)
+        assert (answer.error, answer.text) == (None, expected.text)
+    body = {"MESSAGES": json.dumps(messages), "REQUEST_OUTPUT_LEN": 4}
+    status, answer = post(server.http_port, "/v2/models/preprocessing/generate", body)
+    assert status == 200 and json.loads(answer)["INPUT_ID"] == tokenizer.encode(prompt).ids
 
 
 KILLED_CLIENT = """
