@@ -48,6 +48,11 @@ def _signals_stay_as_they_are() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture
+def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faser_backend.cpu.weights.ONE_THREAD_BYTES", 0)
+
+
 @pytest.fixture(scope="session")
 def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Builds a pair with random weights. Tests must not write to it."""

@@ -13,7 +13,6 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import RequestError
 from faser_backend.core.model import ModelSpec
 from faser_backend.core.request import Request, Sampling
-from faser_backend.cpu import weights
 from faser_backend.engines.build import build_engines
 from faser_backend.engines.lora import read_adapter
 from faser_backend.manifest import EngineManifest
@@ -28,6 +27,7 @@ from tests.support.harness import drive, request
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, reference_logits, run_all, write_checkpoint, write_draft
 from tests.support.torch_engines import open_torch_runner
 
+pytestmark = pytest.mark.usefixtures("every_model_is_worth_two_threads")
 Alone = tuple[str, dict[int, dict[str, list[int]]]]
 WIDTHS = {"hidden_size": 72, "intermediate_size": 104}
 ADAPTERS = {
@@ -36,11 +36,6 @@ ADAPTERS = {
     "attention": {"rank": 16, "lora_alpha": 16.0, "modules": ATTENTION, "layers": (0, 2)},
     "down": {"rank": 1, "lora_alpha": 4.0, "modules": ("down_proj",), "layers": (1,)},
 }
-
-
-@pytest.fixture(autouse=True)
-def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 @pytest.fixture(scope="module")

@@ -27,11 +27,9 @@ from tests.support.gathered_runner import GatheredRunner
 from tests.support.gguf_models import write_gguf
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, random_model, run_all, write_model
 
+pytestmark = pytest.mark.usefixtures("every_model_is_worth_two_threads")
 # Sizes that fill no block of columns, and a router of two blocks, which two threads share.
 SIZES = {"hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 19, "num_experts_per_tok": 3}
-
-
-every_model_is_worth_two_threads = test_runner.every_model_is_worth_two_threads  # a fixture
 
 
 @pytest.fixture(scope="module")

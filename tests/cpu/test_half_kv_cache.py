@@ -9,19 +9,16 @@ import pytest
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.cpu.kernels import attention
-from faser_backend.cpu.kv_pool import KvPool
-from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.cpu.runtime import LlvmRuntime
-from faser_backend.device.partition import CorePartition
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from faser_backend.serving.compose import build_engine, choose_num_blocks
+from tests.cpu.test_runner import BLOCK_SIZE, NUM_BLOCKS, open_runner
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
 
-BLOCK_SIZE, NUM_BLOCKS, LENGTH = 4, 24, 40
+LENGTH = 40
 HALF_ULP = 2.0**-11  # the largest relative rounding error of a half
-ONE_CORE = CorePartition("one", (0,))
 SEQUENCES = [np.random.default_rng(seed).integers(0, VOCAB_SIZE, LENGTH) for seed in (0, 1)]
 TABLES = np.random.default_rng(2).permutation(NUM_BLOCKS)[: 2 * LENGTH // BLOCK_SIZE].reshape(2, -1)
 
@@ -42,15 +39,9 @@ def open_runtime(directory: Path) -> tuple[LlvmRuntime, ModelPair]:
     return LlvmRuntime(directory, manifest), ModelPair(manifest.target, manifest.draft)
 
 
-def open_target(directory: Path) -> LlvmRunner:
-    manifest = EngineManifest.load(directory)
-    pool = KvPool(manifest.target.spec, NUM_BLOCKS, BLOCK_SIZE, dtype=manifest.kv_cache_dtype)
-    return LlvmRunner(manifest.target, directory, ONE_CORE, pool)
-
-
 def logits_of(directory: Path) -> np.ndarray:
     """Returns [2 * LENGTH, vocab_size] of both sequences, read in chunks."""
-    runner, parts = open_target(directory), []
+    runner, parts = open_runner(directory, 1), []
     for start in range(0, LENGTH, 7):
         rows = make_rows(SEQUENCES, [start] * 2, [min(7, LENGTH - start)] * 2, TABLES)
         parts.append(run_all(runner, rows))
@@ -96,7 +87,7 @@ def test_a_cpu_that_cannot_convert_halves_is_told_what_to_do(engines: dict[str, 
 
 
 def test_integrity_notices_a_half_that_is_not_finite(engines: dict[str, Path]):
-    runner = open_target(engines["fp16"])
+    runner = open_runner(engines["fp16"], 1)
     runner.pool.check_integrity()
     runner.pool.keys(2)[1, 3, 2, 1] = np.inf
     with pytest.raises(AssertionError, match="finite"):

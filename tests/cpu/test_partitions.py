@@ -142,37 +142,25 @@ def test_a_split_that_cannot_be_opened_leaves_nothing_open(engine: Path) -> None
 class TestUsefulSplits:
     EIGHT = core_partitions(tuple(range(8)))
 
-    @staticmethod
-    def sized(engine: Path, *, target: int, draft: int) -> EngineManifest:
-        """Returns a manifest with weight files of this size."""
-        manifest = EngineManifest.load(engine)
-        sizes = {"target": target, "draft": draft}
-        models = {
-            name: dataclasses.replace(model, weights=FileSpec(name, "0" * 64, sizes[name]))
-            for name, model in (("target", manifest.target), ("draft", manifest.draft))
-        }
-        return dataclasses.replace(manifest, **models)
-
-    def names(self, engine: Path, *, draft: int, num_threads: int | None = None):
-        manifest = self.sized(engine, target=100 << 20, draft=draft)
-        splits, reason = useful_splits(self.EIGHT, pair_of(manifest), num_threads)
-        return [split_name(*split) for split in splits], reason
-
-    def test_a_large_draft_gets_every_share(self, engine: Path) -> None:
-        names, reason = self.names(engine, draft=50 << 20)
-        assert names == ["1/7", "2/6", "4/4"]
-        assert reason == "3 of 3 (1/7, 2/6, 4/4)"
-
-    def test_a_draft_of_one_thread_leaves_the_other_cores_to_the_target(self, engine: Path) -> None:
-        names, reason = self.names(engine, draft=5 << 20)
-        assert names == ["1/7"] and "cannot use more than 1 core" in reason
-
-    def test_fewer_threads_than_cores_cannot_be_split(self, engine: Path) -> None:
-        assert self.names(engine, draft=50 << 20, num_threads=8)[0] == ["1/7", "2/6", "4/4"]
-        assert self.names(engine, draft=50 << 20, num_threads=7) == (
-            [],
-            "none (num_threads = 7 of 8 cores: a split uses them all)",
+    @pytest.mark.parametrize(
+        ("draft_mib", "num_threads", "expected", "reason"),
+        [
+            (50, None, ["1/7", "2/6", "4/4"], "3 of 3 (1/7, 2/6, 4/4)"),
+            (50, 8, ["1/7", "2/6", "4/4"], "3 of 3 (1/7, 2/6, 4/4)"),
+            (5, None, ["1/7"], "cannot use more than 1 core"),
+            (50, 7, [], "none (num_threads = 7 of 8 cores: a split uses them all)"),
+        ],
+    )
+    def test_splits_give_a_draft_no_cores_that_it_cannot_use_and_need_a_thread_on_each(
+        self, engine: Path, draft_mib: int, num_threads: int | None, expected: list[str], reason: str
+    ) -> None:
+        models = pair_of(EngineManifest.load(engine))
+        target, draft = (
+            dataclasses.replace(model, weights=FileSpec("weights", "0" * 64, size_mib << 20))
+            for model, size_mib in zip(models.present, (100, draft_mib), strict=True)
         )
+        splits, why = useful_splits(self.EIGHT, ModelPair(target, draft), num_threads)
+        assert [split_name(*split) for split in splits] == expected and reason in why
 
     @pytest.mark.parametrize(
         ("limit", "num_threads"),
@@ -210,13 +198,12 @@ def test_splits_are_disjoint_and_use_every_core(num_cores: int) -> None:
     assert "split" in menu.note
 
 
-DRAFT, TARGET = CorePartition("draft", (CORES[0],)), CorePartition("target", (CORES[-1],))
 WAIT_S = 20.0
 
 
 @pytest.fixture
 def lanes() -> Iterator[ThreadLanes]:
-    lanes = ThreadLanes(DRAFT, TARGET)
+    lanes = ThreadLanes(*PAIR)
     yield lanes
     lanes.close()
 
@@ -239,7 +226,7 @@ def test_both_run_at_once_and_each_result_has_its_place(lanes: ThreadLanes) -> N
 def test_each_lane_is_one_lasting_thread_on_its_cores(lanes: ThreadLanes) -> None:
     before = os.sched_getaffinity(0)
     target, draft = lanes.run_both(where_am_i, where_am_i)
-    assert draft[1] == set(DRAFT.cores) and target[1] == set(TARGET.cores)
+    assert [draft[1], target[1]] == [set(share.cores) for share in PAIR]
     assert len({draft[0], target[0], threading.get_ident()}) == 3
     for _ in range(3):
         assert lanes.run_both(where_am_i, where_am_i) == (target, draft)

@@ -25,13 +25,9 @@ from tests.support.cpu_products import assert_computed_alike
 from tests.support.gathered_runner import GatheredRunner
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint, write_draft
 
+pytestmark = pytest.mark.usefixtures("every_model_is_worth_two_threads")
 FORMATS = ("fp32", "fp16", "bf16", "int8", "int4")
 RUN_FORMATS = ("fp32", "bf16", "int8", "int4")  # each is compiled; the demo pair of other tests is fp16
-
-
-@pytest.fixture(autouse=True)
-def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 def build(source: Path, directory: Path, **options) -> EngineManifest:

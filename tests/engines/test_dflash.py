@@ -37,13 +37,9 @@ from tests.support.cpu_products import UNIT_ERROR, restore_matrix
 from tests.support.refusals import edit_json, refuses_build
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, run_all, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("every_model_is_worth_two_threads")
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 40
-
-
-@pytest.fixture(autouse=True)
-def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 def section(**changes: Any) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import torch
 
 from faser_backend.core.model import FLOAT32_WEIGHTS
 from faser_backend.core.ports import ModelRunner
-from faser_backend.cpu import weights
 from faser_backend.cpu.draft_runners import LlvmHeadRunner
 from faser_backend.cpu.kernels.matrix_units import has_matrix_units
 from faser_backend.cpu.kv_pool import KvPool
@@ -35,6 +34,7 @@ from tests.support.eagle3_models import (
 )
 from tests.support.tiny_models import VOCAB_SIZE, make_rows, ragged_calls, reference_model, run_all, write_checkpoint
 
+pytestmark = pytest.mark.usefixtures("every_model_is_worth_two_threads")
 MAX_ERROR = 1e-4
 NUM_BLOCKS = 40
 BLOCK_SIZE = 4
@@ -87,11 +87,6 @@ def same_logits(found: np.ndarray, wanted: np.ndarray, error: float = MAX_ERROR)
 
 def shuffled_tables(rng: np.random.Generator, num_sequences: int, width: int = 10) -> np.ndarray:
     return rng.permutation(NUM_BLOCKS)[: num_sequences * width].reshape(num_sequences, width)
-
-
-@pytest.fixture(autouse=True)
-def every_model_is_worth_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "ONE_THREAD_BYTES", 0)
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

@@ -121,8 +121,9 @@ def test_random_bytes_in_the_head_never_crash(good: bytes, tmp_path: Path):
     assert num_refused > 50
 
 
-def key(name: str, value: Any, kind: Kind) -> Edit:
-    return lambda writer: writer.add_key_value(name, value, kind)
+def bad(name: str, value: Any, kind: Kind, *words: str) -> tuple[Edit, Words]:
+    """Returns an edit that sets a key, and the words of its refusal: the key and these."""
+    return lambda writer: writer.add_key_value(name, value, kind), [name, *words]
 
 
 def tensor(name: str, *shape: int) -> Edit:
@@ -130,40 +131,31 @@ def tensor(name: str, *shape: int) -> Edit:
 
 
 BAD_CONTENT: dict[str, tuple[Edit, Words]] = {
-    "unknown_architecture": (
-        key("general.architecture", "mamba", Kind.STRING),
-        ["general.architecture", "'mamba'", "qwen3moe"],
-    ),
-    "architecture_is_a_number": (key("general.architecture", 5, Kind.UINT32), ["general.architecture", "5"]),
-    "a_part_of_several": (key("split.count", 3, Kind.UINT16), ["split.count", "3"]),
-    "layers_are_text": (key("qwen2.block_count", "one", Kind.STRING), ["qwen2.block_count", "'one'"]),
-    "no_layers": (key("qwen2.block_count", 0, Kind.UINT32), ["qwen2.block_count", "0", "1024"]),
-    "more_layers_than_tensors": (key("qwen2.block_count", 2, Kind.UINT32), ["model.layers.1.", "missing"]),
-    "heads_by_layer": (key("qwen2.attention.head_count", [4, 4], Kind.ARRAY), ["qwen2.attention.head_count"]),
-    "heads_do_not_divide": (
-        key("qwen2.attention.head_count_kv", 3, Kind.UINT32),
-        ["qwen2.attention.head_count_kv", "3", "4"],
-    ),
-    "width_is_another": (key("qwen2.embedding_length", 64, Kind.UINT32), ["[97, 32]", "[97, 64]"]),
-    "epsilon_is_no_number": (
-        key("qwen2.attention.layer_norm_rms_epsilon", float("nan"), Kind.FLOAT32),
-        ["qwen2.attention.layer_norm_rms_epsilon", "nan"],
-    ),
-    "partial_rotary": (key("qwen2.rope.dimension_count", 4, Kind.UINT32), ["qwen2.rope.dimension_count", "4", "8"]),
-    "yarn": (key("qwen2.rope.scaling.type", "yarn", Kind.STRING), ["qwen2.rope.scaling.type", "'yarn'", "llama3"]),
-    "no_factor": (key("qwen2.rope.scaling.type", "linear", Kind.STRING), ["qwen2.rope.scaling.factor", "None"]),
-    "other_values": (key("qwen2.attention.value_length", 4, Kind.UINT32), ["qwen2.attention.value_length", "4"]),
-    "a_window": (key("qwen2.attention.sliding_window", 64, Kind.UINT32), ["qwen2.attention.sliding_window", "64"]),
-    "both_ways": (key("qwen2.attention.causal", False, Kind.BOOL), ["qwen2.attention.causal", "False"]),
-    "experts_without_a_router": (key("qwen2.expert_count", 8, Kind.UINT32), ["qwen2.expert_count", "8"]),
-    "an_unknown_scale": (key("qwen2.logit_scale", 2.0, Kind.FLOAT32), ["qwen2.logit_scale", "2.0", "not known"]),
-    "a_key_that_paints": (key("qwen2.\x1b[31m\n", 1, Kind.UINT32), ["qwen2.\\x1b[31m\\n", "not known"]),
-    "alignment_of_three": (key("general.alignment", 3, Kind.UINT32), ["alignment", "power of two"]),
-    "alignment_is_huge": (key("general.alignment", 1 << 30, Kind.UINT32), ENDS_EARLY),
+    "unknown_architecture": bad("general.architecture", "mamba", Kind.STRING, "'mamba'", "qwen3moe"),
+    "architecture_is_a_number": bad("general.architecture", 5, Kind.UINT32, "5"),
+    "a_part_of_several": bad("split.count", 3, Kind.UINT16, "3"),
+    "layers_are_text": bad("qwen2.block_count", "one", Kind.STRING, "'one'"),
+    "no_layers": bad("qwen2.block_count", 0, Kind.UINT32, "0", "1024"),
+    "more_layers_than_tensors": (bad("qwen2.block_count", 2, Kind.UINT32)[0], ["model.layers.1.", "missing"]),
+    "heads_by_layer": bad("qwen2.attention.head_count", [4, 4], Kind.ARRAY),
+    "heads_do_not_divide": bad("qwen2.attention.head_count_kv", 3, Kind.UINT32, "3", "4"),
+    "width_is_another": (bad("qwen2.embedding_length", 64, Kind.UINT32)[0], ["[97, 32]", "[97, 64]"]),
+    "epsilon_is_no_number": bad("qwen2.attention.layer_norm_rms_epsilon", float("nan"), Kind.FLOAT32, "nan"),
+    "partial_rotary": bad("qwen2.rope.dimension_count", 4, Kind.UINT32, "4", "8"),
+    "yarn": bad("qwen2.rope.scaling.type", "yarn", Kind.STRING, "'yarn'", "llama3"),
+    "no_factor": (bad("qwen2.rope.scaling.type", "linear", Kind.STRING)[0], ["qwen2.rope.scaling.factor", "None"]),
+    "other_values": bad("qwen2.attention.value_length", 4, Kind.UINT32, "4"),
+    "a_window": bad("qwen2.attention.sliding_window", 64, Kind.UINT32, "64"),
+    "both_ways": bad("qwen2.attention.causal", False, Kind.BOOL, "False"),
+    "experts_without_a_router": bad("qwen2.expert_count", 8, Kind.UINT32, "8"),
+    "an_unknown_scale": bad("qwen2.logit_scale", 2.0, Kind.FLOAT32, "2.0", "not known"),
+    "a_key_that_paints": (bad("qwen2.\x1b[31m\n", 1, Kind.UINT32)[0], ["qwen2.\\x1b[31m\\n", "not known"]),
+    "alignment_of_three": (bad("general.alignment", 3, Kind.UINT32)[0], ["alignment", "power of two"]),
+    "alignment_is_huge": (bad("general.alignment", 1 << 30, Kind.UINT32)[0], ENDS_EARLY),
     "a_name_that_escapes": (tensor("../../etc/passwd", 4), ["../../etc/passwd", "no part"]),
     "a_name_that_paints": (tensor("blk.0.\x1b[2J", 4), ["\\x1b[2J", "no part"]),
-    "too_many_values": (key("general.numbers", [0] * (1 << 13), Kind.ARRAY), ["more than 8192 values"]),
-    "tokens_are_numbers": (key(TOKENS, [1] * 97, Kind.ARRAY), [TOKENS, "list of str"]),
+    "too_many_values": (bad("general.numbers", [0] * (1 << 13), Kind.ARRAY)[0], ["more than 8192 values"]),
+    "tokens_are_numbers": bad(TOKENS, [1] * 97, Kind.ARRAY, "list of str"),
     "an_unknown_tensor": (tensor("blk.0.attn_sinks.weight", 4), ["blk.0.attn_sinks.weight", "no part"]),
     "a_layer_beyond": (tensor("blk.7.attn_norm.weight", 32), ["model.layers.7.input_layernorm.weight", "no part"]),
     "factors_of_another_size": (tensor("rope_freqs.weight", 3), ["rope_freqs.weight", "4 numbers"]),
@@ -171,28 +163,16 @@ BAD_CONTENT: dict[str, tuple[Edit, Words]] = {
         lambda w: w.add_tensor("rope_freqs.weight", np.array([1, 2, 3, 4], np.float32)),
         ["rope_freqs.weight[1]", "2.0", "Llama 3.1"],
     ),
-    "an_unknown_tokenizer": (
-        key("tokenizer.ggml.model", "t5", Kind.STRING),
-        ["tokenizer.ggml.model", "'t5'", "gpt2, llama"],
-    ),
-    "no_vocabulary": (key(TOKENS, 5, Kind.UINT32), [TOKENS, "5"]),
-    "a_token_twice": (key(TOKENS, ["a", "b", "ab", *"c" * 94], Kind.ARRAY), [f"{TOKENS}[4]", "'c'", "3"]),
-    "fewer_types_than_tokens": (
-        key("tokenizer.ggml.token_type", [1, 1], Kind.ARRAY),
-        ["tokenizer.ggml.token_type", "2", "97"],
-    ),
-    "a_merge_of_three": (key("tokenizer.ggml.merges", ["a b c"], Kind.ARRAY), ["tokenizer.ggml.merges[0]", "'a b c'"]),
-    "a_merge_of_strangers": (key("tokenizer.ggml.merges", ["a zz"], Kind.ARRAY), ["tokenizer.ggml.merges", "zz"]),
-    "an_end_outside": (key("tokenizer.ggml.eot_token_id", 97, Kind.INT32), ["tokenizer.ggml.eot_token_id", "97", "96"]),
-    "blanks_are_squeezed": (
-        key("tokenizer.ggml.remove_extra_whitespaces", True, Kind.BOOL),
-        ["tokenizer.ggml.remove_extra_whitespaces", "True"],
-    ),
-    "template_is_a_list": (key("tokenizer.chat_template", ["x"], Kind.ARRAY), ["tokenizer.chat_template"]),
-    "template_is_huge": (
-        key("tokenizer.chat_template", "x" * ((1 << 20) + 1), Kind.STRING),
-        ["tokenizer.chat_template", "1048576"],
-    ),
+    "an_unknown_tokenizer": bad("tokenizer.ggml.model", "t5", Kind.STRING, "'t5'", "gpt2, llama"),
+    "no_vocabulary": bad(TOKENS, 5, Kind.UINT32, "5"),
+    "a_token_twice": bad(TOKENS, ["a", "b", "ab", *"c" * 94], Kind.ARRAY, f"{TOKENS}[4]", "'c'", "3"),
+    "fewer_types_than_tokens": bad("tokenizer.ggml.token_type", [1, 1], Kind.ARRAY, "2", "97"),
+    "a_merge_of_three": bad("tokenizer.ggml.merges", ["a b c"], Kind.ARRAY, "tokenizer.ggml.merges[0]", "'a b c'"),
+    "a_merge_of_strangers": bad("tokenizer.ggml.merges", ["a zz"], Kind.ARRAY, "zz"),
+    "an_end_outside": bad("tokenizer.ggml.eot_token_id", 97, Kind.INT32, "97", "96"),
+    "blanks_are_squeezed": bad("tokenizer.ggml.remove_extra_whitespaces", True, Kind.BOOL, "True"),
+    "template_is_a_list": bad("tokenizer.chat_template", ["x"], Kind.ARRAY),
+    "template_is_huge": bad("tokenizer.chat_template", "x" * ((1 << 20) + 1), Kind.STRING, "1048576"),
 }
 
 

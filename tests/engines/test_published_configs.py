@@ -11,16 +11,9 @@ from faser_backend.core.model import ModelSpec, RopeScaling, rotary_tables
 from faser_backend.engines.checkpoint import CheckpointError, ConfigFields
 from faser_backend.engines.families import read_spec
 from faser_backend.engines.weights import weight_sources
+from tests.support.tiny_models import LLAMA3_ROPE
 
-LLAMA3_SCALING = {
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-    "rope_type": "llama3",
-}
-
-
+LLAMA3_SCALING = {**LLAMA3_ROPE, "original_max_position_embeddings": 8192}
 DIMENSIONS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size",
     "max_position_embeddings",

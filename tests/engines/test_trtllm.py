@@ -15,7 +15,7 @@ from tests.support.refusals import edit_json, refuses_build
 from tests.support.tiny_models import VARIANTS, largest_error, random_model, write_model
 from tests.support.trtllm_models import write_trtllm
 
-WHOLE = {"embedding_axis": None}
+FC = "transformer.layers.1.mlp.fc.weight"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -116,19 +116,10 @@ def test_a_config_that_cannot_be_merged_is_named(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("transformer.layers.1.mlp.fc.weight"), ["rank1", "layers.1.mlp.fc.weight", "missing"]),
-        (
-            lambda t: t.update({"transformer.layers.1.mlp.fc.weight": torch.zeros(5, 32)}),
-            ["rank1", "mlp.fc.weight", "[5, 32]", "[24, 32]"],
-        ),
-        (
-            lambda t: t.update({"transformer.layers.1.mlp.fc.weight": torch.zeros(24, 32, dtype=torch.int8)}),
-            ["rank1", "mlp.fc.weight", "I8"],
-        ),
-        (
-            lambda t: t.update({"transformer.layers.1.mlp.fc.weight": torch.zeros(24, 32, dtype=torch.float16)}),
-            ["mlp.fc.weight", "F16", "F32"],
-        ),
+        (lambda t: t.pop(FC), ["rank1", "layers.1.mlp.fc.weight", "missing"]),
+        (lambda t: t.update({FC: torch.zeros(5, 32)}), ["rank1", "mlp.fc.weight", "[5, 32]", "[24, 32]"]),
+        (lambda t: t.update({FC: t[FC].to(torch.int8)}), ["rank1", "mlp.fc.weight", "I8"]),
+        (lambda t: t.update({FC: t[FC].half()}), ["mlp.fc.weight", "F16", "F32"]),
         (lambda t: t["transformer.layers.0.attention.qkv.weight"].fill_(float("nan")), ["rank1", "qkv.weight", "nan"]),
         (lambda t: t.update(surprise=torch.zeros(1)), ["rank0", "surprise", "missing"]),
     ],

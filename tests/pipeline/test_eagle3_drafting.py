@@ -69,13 +69,12 @@ class ChainChecker:
 
     def __init__(self, built: AnyBuilt) -> None:
         self.built = built
-        self.num_equal = self.num_chains = self.num_look_ups = 0
+        self.num_equal = self.num_chains = 0
 
     def observe(self, record: StepRecord) -> None:
         frontier = record.frontier
         for row, sequence in enumerate(record.plan.decodes):
             if not frontier.is_main[row]:
-                self.num_look_ups += 1
                 continue
             count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])
             assert count == 0 or num_tokens > 1
@@ -105,7 +104,7 @@ def check_chains(
     tokens = drive(engine, requests).tokens
     metrics = engine.metrics()
     engine.close()
-    assert checker.num_equal == checker.num_chains > 20
+    assert checker.num_equal == checker.num_chains > 10
     assert tokens == tokens_of(built, "none", requests)
     return metrics
 
@@ -141,12 +140,8 @@ def test_every_chain_is_the_reference_s(built: AnyBuilt, lengths: tuple[int, ...
 def test_chains_beside_look_ups_are_the_reference_s(built: AnyBuilt, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head reads later what it missed while n-grams drafted; tokens equal plain decoding's."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
-    requests = make_requests(is_greedy=True)
-    engine, checker = checked(built, "fixed:3", draft="model+ngram")
-    tokens = drive(engine, requests).tokens
-    engine.close()
-    assert checker.num_equal == checker.num_chains > 10 and checker.num_look_ups > 10
-    assert tokens == tokens_of(built, "none", requests)
+    metrics = check_chains(built, make_requests(is_greedy=True), "fixed:3", draft="model+ngram")
+    assert metrics.num_drafted_by_source["ngram"] > 10
 
 
 @pytest.mark.parametrize("shift", [0, 1])

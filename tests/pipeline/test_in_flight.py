@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import Decision
-from faser_backend.core.frontier import CLIENT, Acceptance, Frontier
+from faser_backend.core.frontier import CLIENT, MAIN, Acceptance, Frontier
 from faser_backend.core.plan import InFlight, StepPlan
 from faser_backend.core.sequence import Sequence
 from faser_backend.pipeline.in_flight import merge, split, stack, surviving, without_bonus
 from tests.support.harness import request
 
-Chain = tuple[list[int], int, list]  # tokens, rows; margins, candidates and probabilities where known
+Chain = tuple[list[int], int, list, bool]  # tokens, rows; margins, candidates, probabilities where known; a client's
 
 
 def sequences(count: int, slot: int = 0) -> list[Sequence]:
@@ -32,6 +32,7 @@ def random_frontier(rng: np.random.Generator, size: int, *, longest: int = 5, sh
         rng.random((size, width)).astype(np.float32),
         rng.integers(50, size=(size, width, 3)),
         rng.random((size, width, 4)).astype(np.float32),
+        rng.choice([MAIN, CLIENT], size),
     )
 
 
@@ -41,11 +42,12 @@ def chains(frontier: Frontier) -> list[Chain]:
     for b, count in enumerate(frontier.num_drafted.tolist()):
         optional = (frontier.margins, frontier.candidates, frontier.draft_probs)
         known = [None if array is None else array[b, :count].tolist() for array in optional]
-        result.append((frontier.drafted[b, :count].tolist(), int(frontier.num_rows[b]), known))
+        is_client = bool(frontier.is_client[b])
+        result.append((frontier.drafted[b, :count].tolist(), int(frontier.num_rows[b]), known, is_client))
     return result
 
 
-EMPTY: Chain = ([], 1, [[], [], []])
+EMPTY: Chain = ([], 1, [[], [], []], False)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -132,7 +134,7 @@ def clients(rng: np.random.Generator, counts: list[int]) -> Frontier:
 @pytest.mark.parametrize("is_first", [False, True])
 def test_distributions_of_drawn_chains_survive_beside_clients_chains(is_first: bool):
     rng = np.random.default_rng(0)
-    own, given = random_frontier(rng, 2, shortest=1), clients(rng, [7, 1, 4])
+    own, given = replace(random_frontier(rng, 2, shortest=1), sources=None), clients(rng, [7, 1, 4])
     both = stack(given, own) if is_first else stack(own, given)
     rows = np.arange(2) + (3 if is_first else 0)
     assert own.draft_probs is not None and both.draft_probs is not None
@@ -142,19 +144,3 @@ def test_distributions_of_drawn_chains_survive_beside_clients_chains(is_first: b
     assert np.flatnonzero(~both.is_client).tolist() == rows.tolist()
     alone = both.take(rows)
     assert not alone.is_client.any() and (alone.drafted[:, : own.drafted.shape[1]] == own.drafted).all()
-
-
-def test_split_and_merge_keep_whose_chain_it_is():
-    rng = np.random.default_rng(1)
-    first, second, third = sequences(3)
-    in_flight = InFlight([second], clients(rng, [4]))
-    ready, waiting = split(in_flight, [first, second, third])
-    assert not waiting.sequences
-    assert ready.is_client.tolist() == [False, True, False]
-    own = random_frontier(rng, 3, shortest=1)
-    own.num_drafted[1] = 0
-    frontier = merge(ready, own)
-    assert frontier.num_drafted.tolist() == [own.num_drafted[0], 4, own.num_drafted[2]]
-    assert frontier.is_client.tolist() == [False, True, False]
-    assert frontier.draft_probs is not None and own.draft_probs is not None
-    assert (frontier.draft_probs[[0, 2], : own.draft_probs.shape[1]] == own.draft_probs[[0, 2]]).all()

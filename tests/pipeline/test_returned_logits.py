@@ -1,6 +1,5 @@
 """Logits and counters that requests ask for: the rows of plain decoding, each once. Unusable logits stay alone."""
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -40,18 +39,6 @@ from tests.support.tiny_models import (
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 MODEL = HashRunner(8, BLOCK, VOCAB)
-
-
-def outputs_of(engine: Engine, requests: list[Request], seed: int | None = None) -> dict[str, list[EngineOutput]]:
-    rng = np.random.default_rng(seed)
-    pending, outputs = list(requests), defaultdict(list)
-    while pending or engine.has_work:
-        while pending and (seed is None or rng.random() < 0.4):
-            engine.submit(pending.pop(0))
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-        engine.check_integrity()
-    return outputs
 
 
 def asking(requests: list[Request], seed: int) -> list[Request]:
@@ -103,11 +90,10 @@ def cases() -> list[tuple[list[Request], dict[str, list[int]]]]:
 
 def check_engine(engine: Engine, case: tuple[list[Request], dict[str, list[int]]], seed: int | None) -> None:
     requests, expected = case
-    outputs = outputs_of(engine, requests, seed)
+    driven = drive(engine, requests, seed=seed)
+    assert driven.tokens == expected
     for r in requests:
-        tokens = [token for output in outputs[r.request_id] for token in output.token_ids]
-        assert tokens == expected[r.request_id]
-        check_logits(r, outputs[r.request_id], fake_logits)
+        check_logits(r, driven.outputs[r.request_id], fake_logits)
 
 
 # -- rows ------------------------------------------------------------------------------------------------
@@ -164,7 +150,7 @@ def test_log_probs_of_a_prompt_are_those_of_its_logits():
     prompts = [[3], [1, 2], list(range(20)) * 4]
     requests = [request(f"r{i}", ids, 4, wants_context_log_probs=True) for i, ids in enumerate(prompts)]
     engine, _ = fake_engine("fixed:4", max_prefill_tokens=16)
-    answers = outputs_of(engine, requests)
+    answers = drive(engine, requests).outputs
     for r in requests:
         first = answers[r.request_id][0]
         assert first.context_logits is None and first.context_log_probs is not None
@@ -182,7 +168,7 @@ def test_reused_prefixes_are_run_again_for_their_logits():
     requests = [request(f"r{i}", [*prompt, i], 6, wants_context_logits=i == 2) for i in range(4)]
     engine, _ = fake_engine("fixed:4")
     for r in requests:
-        outputs = outputs_of(engine, [r])[r.request_id]
+        outputs = drive(engine, [r]).outputs[r.request_id]
         check_logits(r, outputs, fake_logits)
         stats = outputs[-1].stats
         assert stats is not None and (stats.num_reused_tokens > 0) == (r.request_id in ("r1", "r3"))
@@ -193,7 +179,7 @@ def test_a_stop_cuts_the_rows_with_the_tokens():
     answer = alone([r])["r"]
     stop = answer[6]
     engine, _ = fake_engine("none")
-    (output,) = outputs_of(engine, [replace(r, draft_ids=tuple(answer), end_ids=(stop,))])["r"]
+    (output,) = drive(engine, [replace(r, draft_ids=tuple(answer), end_ids=(stop,))]).outputs["r"]
     assert output.finish_reason is FinishReason.END_ID and output.token_ids == answer[: answer.index(stop) + 1]
     check_logits(r, [output], fake_logits)
     assert output.log_probs is not None and len(output.log_probs) == len(output.token_ids)
@@ -216,7 +202,7 @@ def test_a_prompt_whose_logits_are_wanted_is_run_by_itself_and_those_of_others_a
     for name, requests in (("alone", others), ("beside", [*others, asks])):
         fake = open_fake("none", max_prefill_tokens=200)
         calls = watch_calls(fake.targets[0])
-        outputs_of(fake.engine, requests)
+        drive(fake.engine, requests)
         calls_of[name] = [(rows.token_ids.tolist(), rows.logit_rows.tolist()) for rows in calls]
     ends = np.cumsum([9, 10, 11]) - 1
     assert calls_of["alone"][0] == ([0] * 9 + [1] * 10 + [2] * 11, ends.tolist()), "logits of their ends alone"
@@ -228,7 +214,7 @@ def test_a_prompt_whose_logits_are_wanted_is_run_by_itself_and_those_of_others_a
 @pytest.mark.parametrize("mode", PipelineMode)
 def test_counters_come_with_every_output_of_who_asks(mode: PipelineMode):
     requests = [replace(r, wants_stats=index % 2 == 0) for index, r in enumerate(random_requests(3, 8))]
-    outputs = outputs_of(open_forced("fixed:4", forced(mode), num_blocks=40).engine, requests, seed=0)
+    outputs = drive(open_forced("fixed:4", forced(mode), num_blocks=40).engine, requests, seed=0).outputs
     for r in requests:
         *earlier, last = outputs[r.request_id]
         assert last.stats is not None
@@ -275,7 +261,7 @@ def test_logits_of_real_engines_are_those_of_a_dense_pass(built: Path):
     ]
     config = EngineConfig.from_options(policy="fixed:4", max_num_seqs=4, max_prefill_tokens=48, num_threads=1)
     engine = build_engine(built, config)
-    outputs = outputs_of(engine, requests, seed=1)
+    outputs = drive(engine, requests, seed=1).outputs
     engine.close()
     for r in requests:
         check_logits(r, outputs[r.request_id], lambda text: reference_logits(model, text), atol=2e-4)

@@ -11,11 +11,10 @@ from faser_backend.core.frontier import Frontier
 from faser_backend.core.plan import StepRecord
 from faser_backend.pipeline.trim import admit, admit_by_price, chances, continues, expected_gain
 from faser_backend.policy.calibration import sigmoid
-from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import alone
-from tests.support.fakes import SequentialLanes
-from tests.support.forcing import ADMITS_ALL, ADMITS_NOTHING, Forced, forced, random_rule, rule
-from tests.support.harness import drive, guessed, open_fake, request
+from tests.support.forced_engine import open_forced
+from tests.support.forcing import ADMITS_ALL, ADMITS_NOTHING, forced, random_rule, rule
+from tests.support.harness import drive, request
 
 SLOTS = np.arange(64)  # chain b belongs to the request in slot b
 
@@ -159,33 +158,19 @@ def test_chances_hold_their_ends():
 def test_running_ahead_keeps_rows_trimmed():
     """Overlapping must not run the rows that trimming has refused."""
     refuses = rule([0.5, 0.6], [1.0, 1.2, 1e6], price=1e-7)  # one row behind each anchor at most
-    fake = open_fake(
-        Forced(parse_policy("fixed:4", guessed), forced(PipelineMode.RUN_AHEAD, trim=refuses)),
-        lanes=SequentialLanes(verifies_first=True),
-        draft_noise=0.0,
-        draft_memory=10**6,
-    )
-    kept, kept_ahead = [], []
-
-    def note(record: StepRecord) -> None:
-        kept.append(int(record.verification.num_kept.max()))
-        kept_ahead.append(bool(record.plan.drafts))
-
-    fake.step_runner.observers.append(note)
+    fake = open_forced("fixed:4", forced(PipelineMode.RUN_AHEAD, trim=refuses), draft_noise=0.0, draft_memory=10**6)
+    seen: list[StepRecord] = []
+    fake.step_runner.observers.append(seen.append)
     requests = [request("r", [1, 2, 3], 30)]
     assert drive(fake.engine, requests).tokens == alone(requests)
-    assert max(kept) == 2 and any(kept_ahead)
+    assert max(record.verification.num_kept.max() for record in seen) == 2
+    assert any(record.plan.drafts for record in seen)
 
 
 def test_blocks_are_held_as_planned_not_as_drafted():
     """A chain ahead that ended early holds what was planned for it: its own tokens decide on no preemption."""
     ends_early = rule([0.5, 0.6], [1.0, 1.0], draft_us=1.0, price=10.0)
-    fake = open_fake(
-        Forced(parse_policy("fixed:8", guessed), forced(PipelineMode.RUN_AHEAD, trim=ends_early)),
-        lanes=SequentialLanes(verifies_first=True),
-        draft_noise=0.0,
-        draft_memory=10**6,
-    )
+    fake = open_forced("fixed:8", forced(PipelineMode.RUN_AHEAD, trim=ends_early), draft_noise=0.0, draft_memory=10**6)
     blocks, num_seen = fake.step_runner.scheduler.blocks, 0
     fake.engine.submit(request("r", [1, 2, 3], 60))
     run = fake.step_runner.run

@@ -154,8 +154,9 @@ def step_record(
 
 @dataclass
 class Driven:
-    """Tokens and final output of every request of a run."""
+    """Outputs, tokens and final output of every request of a run."""
 
+    outputs: dict[str, list[EngineOutput]] = field(default_factory=dict)
     tokens: dict[str, list[int]] = field(default_factory=dict)
     log_probs: dict[str, list[float]] = field(default_factory=dict)
     final: dict[str, EngineOutput] = field(default_factory=dict)
@@ -179,6 +180,7 @@ def drive(
         while pending and (seed is None or rng.random() < 0.4):
             engine.submit(pending.pop(0))
         for output in engine.step():
+            result.outputs.setdefault(output.request_id, []).append(output)
             collected = result.tokens.setdefault(output.request_id, [])
             assert output.request_id not in result.final, "output after the final one"
             collected.extend(output.token_ids)
