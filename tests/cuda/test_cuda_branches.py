@@ -51,8 +51,9 @@ def _indexed(tensor: torch.Tensor, index: tuple[Any, ...]) -> torch.Tensor:
 
 
 @contextmanager
-def faked(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fakes launches. launched: (kernel, grid, arguments) of each."""
+def faked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, ...]]]:
+    """Fakes launches; yields a list of each one's (kernel, grid, arguments)."""
+    launched: list[tuple[Any, ...]] = []
 
     def on_grid(kernel: Any, *grid: int) -> Any:
         return lambda *arguments, **options: launched.append((kernel.__name__, grid, arguments))
@@ -61,7 +62,7 @@ def faked(launched: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> I
         monkeypatch.setattr(module, "on_grid", on_grid)
     monkeypatch.setattr(product_kernel, "compute_capability", lambda _: 90)
     with FakeTensorMode(allow_non_fake_inputs=True), Indexing():
-        yield
+        yield launched
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -71,8 +72,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("has_filters", [False, True])
 @pytest.mark.parametrize("num_candidates", [0, 1, 8])
 def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: int, has_filters: bool) -> None:
-    launched: list[tuple[Any, ...]] = []
-    with faked(launched, monkeypatch):
+    with faked(monkeypatch) as launched:
         words = empty(sampler.NUM_WORDS, 5, dtype=torch.int64)
         rows = sampler.unpacked(words)
         assert [column.dtype for column in rows] == [torch.int64] * 2 + [torch.float32] * 2 + [
@@ -95,8 +95,7 @@ def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_products_of_few_rows_have_a_program_for_each_part(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    launched: list[tuple[Any, ...]] = []
-    with faked(launched, monkeypatch):
+    with faked(monkeypatch) as launched:
         weight, product = empty(130, 2048, dtype=dtype), product_kernel.MatrixProduct(CUDA)
         for num_rows in (3, 300):
             logits = empty(num_rows, 130)
@@ -133,7 +132,7 @@ def test_transfers_are_queued_from_pinned_memory(monkeypatch: pytest.MonkeyPatch
         def numpy(self) -> np.ndarray:
             return np.zeros(tuple(self.shape))
 
-    with faked([], monkeypatch):
+    with faked(monkeypatch):
         tensors = [empty(3, 2), empty(4, dtype=torch.int64)]
         assert all(isinstance(tensor, FakeTensor) for tensor in tensors)
         monkeypatch.setattr(torch.cuda, "Event", Event)

@@ -17,10 +17,8 @@ from faser_backend.cpu.sampler import MAX_MARGIN, NumpySampler
 from faser_backend.cuda import sampler as sampler_module
 from faser_backend.cuda.sampler import TorchNoise, TorchSampler, keep_min_p, keep_top
 from tests.cpu.test_sampler import VOCAB, Scene, one_row_each
+from tests.support.torch_engines import CPU
 
-torch.set_num_threads(1)
-
-CPU = torch.device("cpu")
 KINDS = {
     "greedy": Sampling(),
     "temperature": Sampling(temperature=0.7, seed=1),
@@ -42,21 +40,20 @@ def filled(sampler: Sampler, scene: Scene, sampling: list[Sampling]) -> Sampler:
     return sampler
 
 
-def torch_twin(scene: Scene) -> TorchSampler:
-    """Returns a TorchSampler with the scene's slots."""
-    twin = TorchSampler(VOCAB, 8, CPU)
-    filled(twin, scene, scene.sampling)
-    return twin
-
-
 def without_rules(sampling: Sampling) -> Sampling:
     """Returns temperature, filters and seed only."""
     kept = ("temperature", "top_k", "top_p", "min_p", "seed")
     return Sampling(**{name: getattr(sampling, name) for name in kept})
 
 
-def both(max_num_seqs: int, vocab_size: int = 64) -> tuple[NumpySampler, TorchSampler]:
-    return NumpySampler(vocab_size, max_num_seqs), TorchSampler(vocab_size, max_num_seqs, CPU)
+def both(vocab_size: int, *kinds: Sampling) -> tuple[NumpySampler, TorchSampler]:
+    """Returns samplers of equal requests, one of each kind in the first slots."""
+    num_slots = max(len(kinds), 8)
+    samplers = NumpySampler(vocab_size, num_slots), TorchSampler(vocab_size, num_slots, CPU)
+    for sampler in samplers:
+        for slot, sampling in enumerate(kinds):
+            sampler.add(slot, sampling, np.arange(2), 1, (0,))
+    return samplers
 
 
 def assert_equal_draws(
@@ -81,7 +78,7 @@ def test_thousands_of_rows_of_all_kinds() -> None:
         scene = Scene(seed)
         # Most slots of a scene have rules: most scenes get none.
         sampling = list(map(without_rules, scene.sampling)) if seed % 4 else scene.sampling
-        host, device = both(8, VOCAB)
+        host, device = both(VOCAB)
         filled(host, scene, sampling)
         filled(device, scene, sampling)
         assert_equal_draws(host, device, scene.logits, scene.rows, seed % 6)
@@ -96,10 +93,7 @@ def test_thousands_of_rows_of_all_kinds() -> None:
 @pytest.mark.parametrize("vocab_size", [1001, 2048])
 def test_wide_rows_of_every_kind_in_one_batch(vocab_size: int) -> None:
     rng = np.random.default_rng(vocab_size)
-    host, device = both(len(KINDS), vocab_size)
-    for slot, sampling in enumerate(KINDS.values()):
-        for sampler in (host, device):
-            sampler.add(slot, sampling, np.arange(9), 4, (0,))
+    host, device = both(vocab_size, *KINDS.values())
     slots = rng.permutation(np.repeat(np.arange(len(KINDS)), 12))
     rows = one_row_each(slots, rng.integers(9, 500, slots.size))
     logits = rng.normal(0, 2, (slots.size, vocab_size)).astype(np.float32)
@@ -113,7 +107,7 @@ def test_wide_rows_of_every_kind_in_one_batch(vocab_size: int) -> None:
 def test_slots_come_and_go() -> None:
     """A slot keeps nothing of its former request."""
     rng = np.random.default_rng(0)
-    host, device = both(4)
+    host, device = both(64)
     kinds, used = list(KINDS.values()), set[int]()
     for _ in range(200):
         slot, sampling = int(rng.integers(4)), kinds[int(rng.integers(len(kinds)))]
@@ -133,9 +127,7 @@ def test_slots_come_and_go() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ties_go_to_the_lowest_ids(kind: str) -> None:
-    host, device = both(1, 8)
-    for sampler in (host, device):
-        sampler.add(0, KINDS[kind], np.array([1]), 1, ())
+    host, device = both(8, KINDS[kind])
     logits = np.array([[0, 5, 5, 5, -1, 5, 0, 0], [2, 2, 2, 2, 2, 2, 2, 2]], np.float32)
     assert_equal_draws(host, device, logits, one_row_each(np.zeros(2, np.int64)), 5)
 
@@ -173,9 +165,7 @@ def test_a_nucleus_ends_where_it_holds_its_share() -> None:
 def test_a_token_without_rivals() -> None:
     logits = np.array([[-np.inf, 3.0, -np.inf, -np.inf], [1e30, -1e30, -np.inf, 1e38]], np.float32)
     for sampling in (Sampling(), Sampling(temperature=0.5, seed=2)):
-        host, device = both(1, 4)
-        for sampler in (host, device):
-            sampler.add(0, sampling, np.array([1]), 1, ())
+        host, device = both(4, sampling)
         rows = one_row_each(np.zeros(2, np.int64))
         assert_equal_draws(host, device, logits, rows, 4)
         assert device.sample_draft(torch.from_numpy(logits), rows, 0).margins.tolist() == [MAX_MARGIN] * 2
@@ -184,9 +174,7 @@ def test_a_token_without_rivals() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_unusable_logits_give_no_token_in_their_row_alone(kind: str, value: float) -> None:
-    _, device = both(2, 8)
-    device.add(0, Sampling(temperature=0.5), np.array([1]), 1, ())
-    device.add(1, KINDS[kind], np.array([0, 1, 2]), 3, (0,))
+    _, device = both(8, Sampling(temperature=0.5), KINDS[kind])
     logits, rows = torch.zeros((4, 8)), one_row_each(np.array([0, 0, 1, 1]))
     others = device.sample(logits, rows)[[0, 1, 3]]
     logits[2] = value if value == -math.inf else torch.tensor([0, 9, 1, 0, 0, value, 0, 0])
@@ -205,16 +193,15 @@ def test_candidate_margins_are_the_hosts(num_candidates: int, with_noise: bool) 
         candidates = np.array([rng.permutation(VOCAB)[:num_candidates] for _ in range(num_rows)])
         scores = np.take_along_axis(scene.logits, candidates, axis=1)
         expected = scene.sampler.candidate_margins(scores, candidates, scene.rows, with_noise=with_noise)
-        leads = torch_twin(scene).candidate_margins(
-            torch.from_numpy(scores), candidates, scene.rows, with_noise=with_noise
-        )
+        device = filled(both(VOCAB)[1], scene, scene.sampling)
+        leads = device.candidate_margins(torch.from_numpy(scores), candidates, scene.rows, with_noise=with_noise)
         assert np.array_equal(leads, expected)
 
 
 def test_what_rejection_sampling_and_log_probs_ask_for() -> None:
     for seed in range(20):
         scene = Scene(seed)
-        device, logits = torch_twin(scene), torch.from_numpy(scene.logits)
+        device, logits = filled(both(VOCAB)[1], scene, scene.sampling), torch.from_numpy(scene.logits)
         assert np.array_equal(
             device.probabilities(logits, scene.rows), scene.sampler.probabilities(scene.logits, scene.rows)
         )
@@ -227,9 +214,7 @@ def test_what_rejection_sampling_and_log_probs_ask_for() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_fetch_per_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every wait for the device is a call of to_host; rules need no second one."""
-    _, device = both(2)
-    device.add(0, KINDS[kind], np.array([1]), 1, ())
-    device.add(1, KINDS["temperature"], np.array([1]), 1, ())
+    _, device = both(64, KINDS[kind], KINDS["temperature"])
     fetches = []
     to_host = sampler_module.to_host
 
@@ -247,8 +232,7 @@ def test_one_fetch_per_call(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rows(kind: str) -> None:
-    _, device = both(1)
-    device.add(0, KINDS[kind], np.array([1]), 1, ())
+    _, device = both(64, KINDS[kind])
     rows, logits = one_row_each(np.zeros(0, np.int64)), torch.zeros((0, 64))
     assert device.sample(logits, rows).shape == (0,)
     for num_candidates in (0, 1, 3):

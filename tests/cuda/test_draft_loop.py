@@ -20,7 +20,7 @@ from tests.pipeline.test_engine import alone, random_requests
 from tests.support.fakes import CountingClock, SequentialLanes
 from tests.support.forced_engine import LANES, POLICIES, Case, agrees, open_forced
 from tests.support.forcing import ADMITS_ALL, ADMITS_NOTHING, Change, forced, random_everything, random_rule
-from tests.support.harness import FakeEngine
+from tests.support.harness import FakeEngine, drive
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
 TRIMS = {
@@ -178,9 +178,6 @@ def test_on_lanes_of_threads_tokens_are_those_of_plain_decoding(case: Case, seed
 def test_rejection_sampling_asks_no_loop() -> None:
     fake = open_forced("fixed:4", forced(SERIAL), uses_rejection=True)
     loops = add_loops(fake)
-    for r in mostly_plain(0, 6):
-        fake.engine.submit(r)
-    while fake.engine.has_work:
-        fake.engine.step()
+    drive(fake.engine, mostly_plain(0, 6))
     assert [loop.num_calls for loop in loops] == [0, 0]
     assert fake.engine.metrics().num_drafted > 20

@@ -56,8 +56,6 @@ SAMPLINGS = [
     Sampling(temperature=1.0, top_k=5, top_p=0.9, seed=4),
     Sampling(temperature=1.0, repetition_penalty=1.2, seed=5),
 ]
-
-
 SIZES = {"max_position_embeddings": 256, "num_hidden_layers": 2}
 LIMITS = CallLimits(CONFIG.max_num_seqs, None, CONFIG.max_prefill_tokens)
 

@@ -17,23 +17,10 @@ from faser_backend.cuda.streams import SmMenu, open_menu
 from faser_backend.device.partition import split_name
 from tests.support.fake_cuda import FakeCuda, FakeDriver, Status
 
-CALLS = [
-    ("cuInit", 1),
-    ("cuDriverGetVersion", 1),
-    ("cuDeviceGet", 1),
-    ("cuDeviceGetDevResource", 1),
-    ("cuDevSmResourceSplitByCount", 1),
-    *[
-        (name, number)
-        for name in (
-            "cuDevResourceGenerateDesc",
-            "cuGreenCtxCreate",
-            "cuGreenCtxGetDevResource",
-            "cuGreenCtxStreamCreate",
-        )
-        for number in (1, 3, 5, 7)  # shares of drafts: those of targets fall back
-    ],
-]
+ONCE = ("cuInit", "cuDriverGetVersion", "cuDeviceGet", "cuDeviceGetDevResource", "cuDevSmResourceSplitByCount")
+PER_SHARE = ("cuDevResourceGenerateDesc", "cuGreenCtxCreate", "cuGreenCtxGetDevResource", "cuGreenCtxStreamCreate")
+# Of the shares of drafts: those of targets fall back.
+CALLS = [*((name, 1) for name in ONCE), *((name, number) for name in PER_SHARE for number in (1, 3, 5, 7))]
 
 
 def names_of(green: GreenSplits) -> list[str]:
@@ -81,7 +68,7 @@ def test_sms_that_cannot_be_joined_are_left_out_and_told() -> None:
 
 
 @pytest.mark.parametrize("status", [Status.CUDA_ERROR_OUT_OF_MEMORY, Status.CUDA_ERROR_NOT_SUPPORTED])
-@pytest.mark.parametrize("name", [name for name, number in CALLS if number == 7])
+@pytest.mark.parametrize("name", PER_SHARE)
 def test_any_error_of_joining_them_leaves_them_out_with_its_reason(name: str, status: Status) -> None:
     driver = FakeDriver(132, 8, fails_at=(name, 2), status=status)  # the first target's
     green = GreenSplits(driver, 0)

@@ -1,5 +1,6 @@
 """A GPU's memory is planned before anything is allocated: the rest is for KV blocks."""
 
+import gc
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,13 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError
 from faser_backend.core.model import ModelSpec
 from faser_backend.cpu.kv_pool import KvPool
+from faser_backend.cpu.noise import noise_table
 from faser_backend.cuda.call_shapes import FILTER_ROWS, MAX_GRAPH_ROWS
 from faser_backend.cuda.draft_loop import TorchDraftLoop
 from faser_backend.cuda.memory_plan import MemoryPlan, plan_memory
 from faser_backend.cuda.runner import CudaRunner
 from faser_backend.cuda.sampler import RowParameters, TorchNoise, TorchSampler, keep_top, perturbed
+from faser_backend.cuda.torch_weights import load_weights
 from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.lab.shapes import PAIRS, layer_weights
@@ -59,10 +62,18 @@ def planned(models: list[ModelEngine], *, max_prefill_tokens: int = 1024, **opti
     return plan_memory(models, config, unloaded_bytes=sum(model.num_weight_bytes for model in models), **known)
 
 
-def captured_bytes(runner: CudaRunner) -> int:
-    """Returns the bytes of the inputs of kept calls, and of hidden states between segments."""
-    inputs = sum(call.inputs.block.nbytes for calls in runner._calls for call in calls.values())
-    return inputs + sum(tensor.nbytes for tensor in runner._store._tensors.values())
+def live_bytes() -> int:
+    """Returns the bytes of all tensors that are in use."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def captured_bytes(runner: CudaRunner | TorchDraftLoop, *menu: int) -> int:
+    """Captures the menu of a runner or a loop. Returns the bytes that it keeps."""
+    before = live_bytes()
+    runner.capture_menu(*menu)
+    return live_bytes() - before
 
 
 @pytest.mark.parametrize(
@@ -121,24 +132,17 @@ def test_inputs_logits_and_tables_are_what_the_plan_says(tmp_path: Path) -> None
     models, bare = [write_torch_engine(source, tmp_path, exit_layers=(1,))], tmp_path / "draft"
     models.append(write_torch_engine(source, bare, name="draft"))
     target, draft = open_torch_runner(models[0], tmp_path, 8, 4), open_torch_runner(models[1], bare, 8, 4)
-    target.capture_menu(0)
     options = {"dtype": "fp32", "kv_block_size": 4, "num_partitions": 1}
-    found, plan = captured_bytes(target), planned([replace(models[0], segments=models[1].segments * 2)], **options)
+    plan = planned([replace(models[0], segments=models[1].segments * 2)], **options)
+    found = captured_bytes(target, 0) - plan.lines["logits"]
     assert 0.9 * plan.lines[INPUTS] < found <= 1.02 * plan.lines[INPUTS]
-    target.capture_menu(NUM_CANDIDATES)
-    draft.capture_menu(0)
-    loop = TorchDraftLoop(draft, TorchSampler(97, 32, CPU))
-    loop.capture_menu(32, NUM_CANDIDATES)
-    found = captured_bytes(target) + captured_bytes(draft)
-    found += sum(step.tensors["block_table"].untyped_storage().nbytes() for step in loop._steps.values())
-    found += sum(chain._plan.nbytes + chain._drawn.nbytes for chain in loop._chains.values())
     plan, twice = planned(models, **options), planned(models, **{**options, "num_partitions": 2})
+    found += captured_bytes(target, NUM_CANDIDATES) + captured_bytes(draft, 0) - plan.lines["logits"] // 2
+    found += captured_bytes(TorchDraftLoop(draft, TorchSampler(97, 32, CPU)), 32, NUM_CANDIDATES)
     assert 0.9 * plan.lines[INPUTS] < found <= plan.lines[INPUTS]
     assert twice.lines[SCORES] > plan.lines[SCORES] > planned(models[:1], **options).lines[SCORES], "a graph pool each"
-    tables = [
-        (program.weights.rope_cos, program.weights.rope_sin) for program in (target._programs[0], draft._programs[0])
-    ]
-    found = sum(table.nbytes for each in tables for table in each) + TorchNoise(97, CPU)._table.nbytes
+    weights = load_weights(bare / "draft.safetensors", models[1].spec, "fp32", CPU)
+    found = 2 * (weights.rope_cos.nbytes + weights.rope_sin.nbytes) + noise_table(97)[0].nbytes
     assert found <= plan.lines["tables of rotations and noise"] <= 1.1 * found
     pools = target.pool, draft.pool
     assert sum(pool.logits.nbytes for pool in pools if pool.logits is not None) == plan.lines["logits"]
@@ -152,16 +156,14 @@ def test_a_draft_head_and_what_it_reads_are_planned_for(tmp_path: Path) -> None:
     assert built.manifest.draft is not None
     models = [built.manifest.target, built.manifest.draft]
     runners = Runners(built.directory)
-    runners.target.capture_menu(NUM_CANDIDATES)
-    runners.head.capture_menu(0)
-    assert [len(calls) for calls in runners.head._calls] == [19, 30]
+    captured = captured_bytes(runners.target, NUM_CANDIDATES) + captured_bytes(runners.head, 0)
     options = {"dtype": "fp32", "kv_block_size": BLOCK_SIZE, "num_partitions": 1}
     plan = planned(models, **options)
     target = runners.target.pool
     pools = target.storage.nbytes + target.features.nbytes + runners.head.pool.storage.nbytes
     assert plan.block_bytes * (runners.target.pool.num_blocks + 1) == pools
     assert runners.head.pool.features is runners.features and runners.features.nbytes > 0
-    captured = captured_bytes(runners.target) + captured_bytes(runners.head)
+    captured -= plan.lines["logits"]
     assert 0.6 * plan.lines[INPUTS] < captured <= plan.lines[INPUTS], "beside a draft loop"
     decoders = planned([models[0], replace(models[1], spec=replace(models[1].spec, family="llama"))], **options)
     assert plan.lines[TEMPORARIES] > decoders.lines[TEMPORARIES], "features side by side"

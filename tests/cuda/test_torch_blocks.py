@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS
 from faser_backend.cuda.torch_programs import TorchPrograms
-from tests.cuda.test_memory_plan import captured_bytes, planned
+from tests.cuda.test_memory_plan import INPUTS, captured_bytes, live_bytes, planned
 from tests.engines.test_dflash import BLOCK_SIZE, CASES, MASK_ID, MAX_ERROR, Runners, largest_error, notices_faults
 from tests.pipeline.test_eagle3_drafting import check_chains, make_requests, tokens_of
 from tests.support.block_models import KINDS, BuiltBlocks
@@ -72,18 +71,16 @@ def test_the_runtime_knows_block_drafters(either: BuiltBlocks) -> None:
     assert runtime.splits == () and "in turn" in runtime.splits_note
     sampler = runtime.open_sampler(drafter.vocab_size, 4)
     assert runtime.open_draft_loop(drafter, sampler) is None and runtime.open_draft_loop(target, sampler) is not None
-    for runner in (target, drafter):
-        runner.capture_menu(0)
-        assert not runner.pool.storage[:, :, :, :-1].any()
-    captured = captured_bytes(target) + captured_bytes(drafter)
+    captured = captured_bytes(target, 0) + captured_bytes(drafter, 0)
+    assert not any(pool.storage[:, :, :, :-1].any() for pool in (target.pool, drafter.pool))
     models = [either.manifest.target, either.manifest.draft]
     plan = planned(models, dtype="fp32", kv_block_size=4, num_partitions=1)
-    inputs = plan.lines["inputs of captured calls"]
-    assert 0.8 * inputs < captured <= 1.1 * inputs
-    matrix = weakref.ref(drafter._program.weights.layers[0].qkv)
-    drafter.close()
-    runtime.close()
-    assert matrix() is None, "nothing is held once the runtime is closed"
+    captured -= plan.lines["logits"]
+    assert 0.8 * plan.lines[INPUTS] < captured <= 1.1 * plan.lines[INPUTS]
+    held = live_bytes()
+    for opened in (target, drafter, runtime):
+        opened.close()
+    assert held - live_bytes() > captured + 0.9 * plan.lines["weights"], "nothing is held once all are closed"
 
 
 def test_a_mask_without_a_row_is_refused(untied: BuiltBlocks, monkeypatch: pytest.MonkeyPatch) -> None:

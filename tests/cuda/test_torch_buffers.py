@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-import torch
 
 from faser_backend.core.batch import RowBatch
 from faser_backend.cuda.buffers import ALIGNMENT, InputBlock, fill_inputs, upload
 from faser_backend.cuda.call_shapes import CallBounds, exact_bounds
 from faser_backend.manifest import TensorSpec
 from tests.support.tiny_models import make_rows
+from tests.support.torch_engines import CPU
 
-CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 INT32 = {"slot_mapping": "T", "cu_rows": "B + 1", "context_lens": "B", "block_table": "B,MB"}
 INT64 = {"token_ids": "T", "positions": "T", "logit_rows": "R", "exit_candidates": "T,K", "pad_idx": "B,Q"}

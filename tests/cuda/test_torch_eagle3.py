@@ -6,6 +6,7 @@ Whole engines with such heads are in test_torch_eagle3_drafting.py.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ import torch
 from faser_backend.core.batch import RowBatch
 from faser_backend.core.errors import ConfigError
 from faser_backend.cuda.call_shapes import MAX_PROMPT_ROWS
-from faser_backend.cuda.pool import CudaKvPool
-from faser_backend.cuda.runner import CudaHeadRunner, CudaRunner
+from faser_backend.cuda.runtime import CudaRuntime
+from faser_backend.cuda.segment import ProgramSource
 from faser_backend.cuda.torch_programs import TorchPrograms
 from faser_backend.cuda.torch_weights import HeadTensors
+from faser_backend.device.runtime import ModelPair
 from faser_backend.engines.build import build_engines
 from faser_backend.manifest import EngineManifest
 from tests.engines.test_eagle3 import (
@@ -47,20 +49,19 @@ def gqa(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 
 class Runners(HeadReader):
-    """Target and head of an engine directory, and the features that they share."""
+    """Target and head of an engine directory, and the features that they share. programs: None = runtime torch's."""
 
-    def __init__(self, directory: Path, num_blocks: int = NUM_BLOCKS) -> None:
+    def __init__(self, directory: Path, num_blocks: int = NUM_BLOCKS, programs: ProgramSource | None = None) -> None:
         manifest = EngineManifest.load(directory)
         assert manifest.draft is not None
-        self.programs = TorchPrograms.of_directory(directory, manifest.dtype, CPU, manifest.target)
-        models = manifest.target, manifest.draft
-        pools = [CudaKvPool(m.spec, num_blocks, BLOCK_SIZE, dtype=manifest.dtype, device=CPU) for m in models]
+        models = ModelPair(manifest.target, manifest.draft)
+        self.programs: Any = programs or TorchPrograms.of_directory(directory, manifest.dtype, CPU, models.target)
+        runtime = CudaRuntime(CPU, self.programs, models, BLOCK_SIZE, dtype=manifest.dtype, shares=None)
+        pools = [runtime.open_pool(model, num_blocks) for model in models.present]
         self.features = pools[1].features = pools[0].features
-        head, target = (self.programs.open(model, "", NUM_SMS) for model in models[::-1])  # the head is opened first
-        self.target = CudaRunner(models[0], target, pools[0], CPU)
-        self.head = CudaHeadRunner(models[1], head, pools[1], CPU)
-        self.weights = self.programs.weights(models[1])
-        self.target_weights = self.programs.weights(models[0])
+        whole = runtime.menu.whole
+        self.head: Any = runtime.open_runner(manifest.draft, whole, pools[1])  # the head is opened first
+        self.target: Any = runtime.open_runner(manifest.target, whole, pools[0])
 
     def features_of(self, num_tokens: int, table: np.ndarray) -> np.ndarray:
         """Returns the features [num_tokens, 3 * hidden_size] of the sequence with this block table."""
@@ -135,10 +136,10 @@ def test_prompts_longer_than_any_graph_are_read_alike(gqa: Built, tmp_path: Path
 
 def test_the_embedding_is_the_target_s_own_where_the_head_has_none(gqa: Built) -> None:
     """Both use the same tensor, and only the target's file holds it."""
-    runners = Runners(gqa.directory)
-    assert isinstance(runners.weights, HeadTensors) and not isinstance(runners.target_weights, HeadTensors)
-    assert runners.weights.decoder.embedding is runners.target_weights.embedding
     models = [gqa.manifest.target, gqa.manifest.draft]
+    target, head = map(Runners(gqa.directory).programs.weights, models)
+    assert isinstance(head, HeadTensors) and not isinstance(target, HeadTensors)
+    assert head.decoder.embedding is target.embedding
     sizes = [(gqa.directory / f"{name}.safetensors").stat().st_size for name in ("target", "draft")]
     assert sizes == [model.num_weight_bytes for model in models if model is not None]
 
@@ -155,9 +156,7 @@ def test_other_published_layouts_give_the_same_head(dtype: str, most: float, tmp
     found = runners.read([tokens], [0], [9], table)
     features = torch.from_numpy(runners.features_of(9, table[0]))  # as this dtype rounds them
     wanted, _ = reference.run(tokens[1:], reference.joined(features))
-    is_known = np.isfinite(wanted)
-    assert np.array_equal(is_known, np.isfinite(found)) and not is_known.all()
-    assert np.abs(found[is_known] - wanted[is_known]).max() <= most
+    assert same_logits(found, wanted, most) and not np.isfinite(wanted).all()
 
 
 def test_a_head_s_file_without_its_map_is_refused(gqa: Built, tmp_path: Path) -> None:

@@ -95,14 +95,6 @@ def without_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaRuntime, "open_draft_loop", lambda *_: None)
 
 
-@pytest.fixture
-def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Lets the device draft whole chains if the case says so."""
-    if not request.param:
-        without_loops(monkeypatch)
-    return bool(request.param)
-
-
 # -- drafts ------------------------------------------------------------------------------------------
 
 
@@ -113,11 +105,13 @@ def has_loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
         ((4,), {"num_kv_blocks": 32}, True),  # one full context: sequences are preempted
         ((5, 0, 2, 0, 0), {}, True),  # rounds without drafts: the head lags behind
     ],
-    indirect=["has_loops"],
 )
 def test_every_chain_is_the_reference_s(
-    random: Built, lengths: tuple[int, ...], options: dict[str, object], has_loops: bool
+    random: Built, monkeypatch, lengths: tuple[int, ...], options: dict[str, object], has_loops: bool
 ) -> None:
+    if not has_loops:
+        without_loops(monkeypatch)
+
     def prepare(engine: Engine) -> None:
         set_lengths(lengths, engine)
         assert isinstance(engine.step_runner.partitions[WHOLE].draft_loop, TorchDraftLoop) == has_loops

@@ -35,7 +35,7 @@ NUM_BLOCKS, BLOCK_SIZE = 60, 4
 class Pair:
     """One checkpoint under both runtimes."""
 
-    def __init__(self, root: Path, exit_layers: tuple[int, ...] = ()) -> None:
+    def __init__(self, root: Path, exit_layers: tuple[int, ...]) -> None:
         source = write_checkpoint(root / "source")
         build_engines(source, source, root / "llvm", exit_layers=exit_layers, kv_block_size=BLOCK_SIZE)
         target = EngineManifest.load(root / "llvm").target
@@ -45,7 +45,7 @@ class Pair:
         self.torch = open_torch_runner(model, root / "torch", NUM_BLOCKS, BLOCK_SIZE)
 
 
-def test_pools_hold_the_same_keys_and_values(tmp_path: Path) -> None:
+def test_pools_hold_the_same_keys_and_values_whichever_rows_have_logits(tmp_path: Path) -> None:
     pair = Pair(tmp_path, (1,))
     assert pair.torch.num_layers == pair.llvm.num_layers and pair.torch.exits == pair.llvm.exits
     rng = np.random.default_rng(5)
@@ -58,6 +58,8 @@ def test_pools_hold_the_same_keys_and_values(tmp_path: Path) -> None:
     difference = np.abs(pair.torch.pool.storage.numpy()[:, :, :, :NUM_BLOCKS] - pair.llvm.pool.storage)
     assert difference.max() <= MAX_ERROR
     assert pair.llvm.pool.storage[:, :, :, :NUM_BLOCKS].any()
+    every, some = (make_rows(sequences, [12, 12], [6, 5], tables, chosen) for chosen in (None, np.array([2, 10, 5])))
+    np.testing.assert_allclose(run_all(pair.torch, some), run_all(pair.torch, every)[[2, 10, 5]], atol=1e-5)
 
 
 @pytest.mark.parametrize("num_kept", [[4, 5, 3], [2, 5, 1]])
@@ -86,14 +88,6 @@ def test_exit_scores_and_rows_that_left(num_kept: list[int], tmp_path: Path) -> 
         np.testing.assert_allclose(got, wanted, atol=MAX_ERROR)
     got, wanted = pair.torch.pool.storage.numpy(), pair.llvm.pool.storage
     np.testing.assert_allclose(got[:, :, :, :NUM_BLOCKS], wanted[:, :, :, :NUM_BLOCKS], atol=MAX_ERROR)
-
-
-def test_logits_of_some_rows(tmp_path: Path) -> None:
-    pair = Pair(tmp_path)
-    sequence, table = [np.arange(11)], np.array([[3, 8, 1]])
-    everything = run_all(pair.torch, make_rows(sequence, [0], [11], table))
-    some = run_all(pair.torch, make_rows(sequence, [0], [11], table, logit_rows=np.array([2, 10, 5])))
-    np.testing.assert_allclose(some, everything[[2, 10, 5]], atol=1e-5)
 
 
 def test_weight_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:

@@ -60,20 +60,19 @@ def run(call: Call, **options) -> None:
 
 def dense_attention(call: Call, *, is_causal: bool) -> torch.Tensor:
     """Computes attention row by row from contiguous tokens, independently of the reference."""
-    out = call.out.clone()
-    num_kv_heads, _, kv_block_size, head_dim = call.k_pool.shape
-    group = call.q.shape[1] // num_kv_heads
+    out, size = call.out.clone(), call.k_pool.shape[2]
+    group = call.q.shape[1] // call.k_pool.shape[0]
     for b, context in enumerate(call.context_lens.tolist()):
         begin, end = call.cu_rows[b : b + 2].tolist()
+        slots = [call.block_table[b, p // size] * size + p % size for p in range(context)]
         for row in range(begin, end):
-            for head in range(call.q.shape[1]):
-                kv = head // group
-                cells = [(call.block_table[b, p // kv_block_size], p % kv_block_size) for p in range(context)]
-                own = range(begin, row + 1 if is_causal else end)
-                keys = [call.k_pool[kv, block, offset] for block, offset in cells] + [call.k_new[r, kv] for r in own]
-                values = [call.v_pool[kv, block, offset] for block, offset in cells] + [call.v_new[r, kv] for r in own]
-                scores = torch.stack([call.q[row, head] @ key for key in keys]) / head_dim**0.5
-                out[row, head] = scores.softmax(0) @ torch.stack(values)
+            own = slice(begin, row + 1 if is_causal else end)
+            keys, values = (
+                torch.cat([pool.flatten(1, 2)[:, slots], new[own].transpose(0, 1)], 1).repeat_interleave(group, 0)
+                for pool, new in ((call.k_pool, call.k_new), (call.v_pool, call.v_new))
+            )
+            scores = torch.einsum("hd,hnd->hn", call.q[row], keys) / keys.shape[-1] ** 0.5
+            out[row] = torch.einsum("hn,hnd->hd", scores.softmax(-1), values)
     return out
 
 

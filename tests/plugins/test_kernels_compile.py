@@ -25,7 +25,7 @@ from faser_backend.plugins.pruned_chunk_attention import pruned_chunk_attention_
 from faser_backend.plugins.rotate_heads import HEADS, rotate_heads_kernel
 from faser_backend.plugins.split_combine import combine_splits_kernel
 from faser_backend.plugins.tensorrt_aot import Compiled, compile_kernel, without_scratch_parameters
-from tests.support.assembler import assemble
+from tests.support.assembler import assemble, passes_its_parameters
 
 CAPABILITIES = (80, 90, 120)
 DRAFTED_BLOCK = 16  # rows that see each other
@@ -200,10 +200,7 @@ def test_parameters_are_those_that_a_launch_passes():
         *("table_width", "q_stride", "k_stride", "v_stride", "num_blocks", "table_stride", "num_sequences"),
         *("num_rows", "num_splits", "out"),
     ]
-    entry = re.search(r"\.entry \w+\(([^)]*)\)", compiled.ptx)
-    assert entry is not None and entry[1].count(".param") == len(compiled.parameters)
-    kinds = [("u64" if kind.startswith("*") else "u32") for _, kind in compiled.parameters]
-    assert re.findall(r"\.param \.(\w+)", entry[1]) == kinds
+    assert passes_its_parameters(compiled)
 
 
 class DriverOfNoDevice:

@@ -22,3 +22,10 @@ def assemble(kernel: Compiled) -> tuple[int, int]:
         assert "serialized" not in report, report  # products of warp groups that do not overlap take a fifth longer
     registers = re.search(r"Used (\d+) registers", report)
     return int(registers[1]) if registers else 0, sum(map(int, re.findall(r"(\d+) bytes spill", report)))
+
+
+def passes_its_parameters(kernel: Compiled) -> bool:
+    """Returns whether the entry point has the kernel's parameters, by their widths."""
+    entry = re.search(r"\.entry\s+\w+\s*\(([^)]*)\)", kernel.ptx)
+    widths = ["u64" if kind.startswith("*") else "u32" for _, kind in kernel.parameters]
+    return entry is not None and re.findall(r"\.param \.(\w+)", entry[1]) == widths
