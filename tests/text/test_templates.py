@@ -67,7 +67,7 @@ def tritonserver(folder: Path) -> Iterator[tuple[int, int]]:
     environment, errors = server.server_environment(install), subprocess.STDOUT
     process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240  # eight processes load Python, on a machine that may be busy
         while True:
             if process.poll() == -6:  # aborted by the race of server.LOCK_ERROR
                 process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
