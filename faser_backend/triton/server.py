@@ -106,7 +106,7 @@ DRAIN_POLL_S = 0.05
 MAX_LOG_BYTES = 64 << 20  # of the server's log, which then begins again
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
-LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend; starting again helps
+LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend, seen twice in a row; starting again helps
 SPARE_MODEL = "postprocessing"  # which no answer needs
 _MODEL_PROCESS = "triton_python_backend_stub"
 
@@ -240,7 +240,7 @@ class TritonServer(contextlib.AbstractContextManager["TritonServer"]):
         while time.monotonic() < deadline_s and not should_stop():
             if self.process.poll() is not None:
                 reason = self.failure_reason()
-                if LOCK_ERROR not in self.log_file.read_text(errors="replace") or self.num_starts > 1:
+                if LOCK_ERROR not in self.log_file.read_text(errors="replace") or self.num_starts > 3:
                     raise ConfigError(f"the server did not start: {reason}")
                 self._end_group()  # some model processes may still start
                 clear_shared_memory(self._folder.name)

@@ -135,8 +135,8 @@ exit 1
 """
 
 
-@pytest.mark.parametrize(("error", "num_starts"), [(LOCK_ERROR, 2), ("another::exception", 1)])
-def test_a_start_that_meets_a_lock_exception_is_tried_once_more(
+@pytest.mark.parametrize(("error", "num_starts"), [(LOCK_ERROR, 4), ("another::exception", 1)])
+def test_a_start_that_meets_a_lock_exception_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str, num_starts: int
 ):
     binary, starts = tmp_path / "tritonserver", tmp_path / "starts"
