@@ -106,7 +106,7 @@ DRAIN_POLL_S = 0.05
 MAX_LOG_BYTES = 64 << 20  # of the server's log, which then begins again
 UNLOAD_CALL_S = 2.0
 ENGINE_MODEL = "tensorrt_llm"
-LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend, seen twice in a row; starting again helps
+LOCK_ERROR = "boost::interprocess::lock_exception"  # a race in Triton's Python backend, at times twice in a row
 SPARE_MODEL = "postprocessing"  # which no answer needs
 _MODEL_PROCESS = "triton_python_backend_stub"
 
