@@ -124,7 +124,7 @@ class BenchRun:
         add_comparisons(ladder.rows)
         meta = self._meta | {
             "command": command,
-            "repeats": sizing.repeats,
+            **dict.fromkeys(("repeats", "bursty_repeats"), sizing.repeats),
             "max_tokens": sizing.max_tokens,
             "budget_s": options.budget_s,
             "is_whole": failure is None,
