@@ -15,6 +15,7 @@ import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
 from faser_backend.core.errors import SHUTTING_DOWN, ConfigError
+from faser_backend.lab.abuse.served import REQUESTS, metric
 from faser_backend.lab.checks.servers import free_ports
 from faser_backend.serving.processes import PARENT_POLL_S, children, is_running
 from faser_backend.triton.server import TritonServer, check_ports, claim_ports
@@ -30,7 +31,7 @@ from tests.support.clients import (
     text_request,
     wait_for_free_blocks,
 )
-from tests.support.processes import still_running
+from tests.support.processes import still_running, wait_until
 from tests.support.served import Served, on_free_ports, serve
 from tests.support.serving_pair import build_pair
 
@@ -150,7 +151,7 @@ def test_a_unary_server_cancels_refuses_foreign_stops_and_drains(engine_dir: Pat
         result, error = received.get(timeout=40)
         assert error is None and len(result.as_numpy("text_output")[0]) > 400
         drained = [start_unary(client, max_tokens=3000)[1] for _ in range(4)]
-        time.sleep(0.1)
+        wait_until(lambda: metric(served.metrics_port, REQUESTS, "active") == 4)
         served.process.send_signal(signal.SIGTERM)
         body = {"text_input": "x", "max_tokens": 1}
         while (told := post(served.http_port, "/v2/models/ensemble/generate", body))[0] == 200:
