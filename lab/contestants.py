@@ -14,10 +14,10 @@ from faser_backend.policy.registry import FILE, USAGES
 REFERENCE = "none"
 FIXED_REFERENCE = "fixed:4"  # a typical fixed length
 WHOLE = "faser"  # the full policy, with all mechanisms
-POLICIES = ("none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "survival", "gp-lcb", "faser")
+POLICIES = ("none", "fixed:1", "fixed:2", "fixed:4", "fixed:8", "goodput", "survival", "gp-lcb", "faser")
 ORACLE = "oracle"  # knows which tokens will be accepted; exists in simulations alone
 STATIC = tuple(f"fixed:{length}" for length in range(1, 9))
-SIMULATED = ("none", *STATIC, "survival", "gp-lcb", "faser", ORACLE)
+SIMULATED = ("none", *STATIC, "goodput", "survival", "gp-lcb", "faser", ORACLE)
 MAX_NUM_SEQS = 64  # saturates two cores; twice as many gain only a few percent
 
 
@@ -99,17 +99,16 @@ def taking_part(contestants: list[Contestant], load: Load, sizing: Sizing) -> li
     return contestants
 
 
-def choose_contestants(
-    names: list[str] | None, ladder: tuple[str, ...] = POLICIES
-) -> tuple[list[Contestant], list[str]]:
+def choose_contestants(listed: str | None, ladder: tuple[str, ...] = POLICIES) -> tuple[list[Contestant], list[str]]:
     """Returns the contestants to measure, and in words what is missing.
 
-    No names: the ladder with its ablations. Otherwise the reference, then the named ones. A name is a policy's, or an
-    ablation's as reports show it. Raises ConfigError for an unknown name.
+    None listed: the ladder with its ablations. Otherwise the reference, then the listed ones: names of policies, or of
+    ablations as reports show them, separated by commas. Raises ConfigError for an unknown name.
     """
-    if names is not None:
+    if listed is not None:
         ablations = {contestant.name: contestant for contestant in ABLATIONS}
-        chosen = [ablations.get(name, Contestant(name)) for name in dict.fromkeys([REFERENCE, *names])]
+        names = dict.fromkeys([REFERENCE, *split_names(listed)])
+        chosen = [ablations.get(name, Contestant(name)) for name in names]
         unknown = [c.name for c in chosen if _kind(c.policy) not in {*USAGES, *ladder, FILE}]
         if unknown:
             raise ConfigError(f"--policies = {','.join(unknown)!r}: unknown; known are {', '.join(USAGES.values())}")
@@ -129,12 +128,12 @@ def _kind(spec: str) -> str:
     return spec.partition(":")[0]
 
 
-def simulated_contestants(names: list[str] | None) -> tuple[list[Contestant], list[str]]:
+def simulated_contestants(listed: str | None) -> tuple[list[Contestant], list[str]]:
     """Returns choose_contestants' result with all fixed lengths and the oracle, without policies that draft with
     n-grams: a simulated text has none. Raises ConfigError if the user named one of these."""
-    chosen, missing = choose_contestants(names, SIMULATED)
+    chosen, missing = choose_contestants(listed, SIMULATED)
     others = [each.name for each in chosen if "ngram" in each.options.get("draft", "")]
-    if others and names is not None:
+    if others and listed is not None:
         raise ConfigError(f"--policies = {', '.join(others)!r}: n-grams need texts, which a simulation lacks")
     chosen = [each for each in chosen if each.name not in others]
     chosen.sort(key=lambda each: each.policy == ORACLE)  # last

@@ -7,15 +7,7 @@ import time
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    Progress,
-    TaskID,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import Progress, TaskID, TimeElapsedColumn
 
 LINE_S = 10.0  # between two lines about the same part
 
@@ -25,9 +17,8 @@ def progress_bar() -> Progress:
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         return ProgressLines(console)
-    columns = (TextColumn("{task.description:32}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    # Drawing takes time from what is measured.
-    return Progress(*columns, TimeRemainingColumn(), console=console, refresh_per_second=2)
+    columns = (TimeElapsedColumn(), *Progress.get_default_columns())  # drawing takes time from what is measured
+    return Progress(*columns, console=console, refresh_per_second=2)
 
 
 class ProgressLines(Progress):

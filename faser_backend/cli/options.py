@@ -17,7 +17,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.files import read_text
 from faser_backend.serving.parameters import ACCESS, ARGUMENTS, CONTRACT, OPENAI, SERVER, ServingOptions
 
-POLICIES = "none, fixed:K, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
+POLICIES = "none, fixed:K, goodput, survival, gp-lcb, faser, file:PATH"  # policy.registry would load numpy
 SAMPLING, STORAGE, TENSORRT = "Sampling", "Formats of weights and caches", "TensorRT"
 # In the order of help:
 SECTIONS = [ARGUMENTS, "Options", SAMPLING, SPECULATION, CAPACITY, STORAGE, TENSORRT, SERVER, OPENAI, ACCESS, CONTRACT]

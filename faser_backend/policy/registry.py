@@ -46,6 +46,7 @@ FIXED, FILE = "fixed", "file"  # file:PATH is a policy of the user's own
 
 POLICIES: dict[str, Callable[[LoadKnowledge], SpeculationPolicy]] = {
     "none": lambda load: FixedLength(0),
+    "goodput": lambda load: ThroughputPolicy(load(), with_modes=False, with_trimming=False),
     "survival": lambda load: ThroughputPolicy(load(), with_modes=False),
     "gp-lcb": lambda load: GpLcb(load()),
     "faser": lambda load: ThroughputPolicy(load(), with_modes=True),

@@ -53,23 +53,21 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """Removes a finished or cancelled sequence and returns its slot and blocks."""
-        if sequence.slot < 0:
-            self.waiting.remove(sequence)
-            return
-        self.running.remove(sequence)
-        self._give_back(sequence)
+        (self.waiting if sequence.slot < 0 else self.running).remove(sequence)
+        if sequence.slot >= 0:
+            self._give_back(sequence)
 
     def schedule(self, in_flight: InFlight, max_logit_rows: int | None = None) -> StepPlan:
         """Plans a step. in_flight: drafts of earlier steps, without those of sequences that have left. max_logit_rows:
         the target's limit per sequence."""
         ready = [sequence for sequence in self.running if sequence.is_ready]
+        # A draft that rests does not read the prompts of a new wave either.
+        decision = Decision([], prefills_draft=self._prefills_draft)
         if ready:
             waiting = accumulate(each.num_prefill_tokens for each in self._reading())
             is_soon = [total <= PREFILL_HORIZON_STEPS * self._num_prompt_rows for total in waiting]
             decision = self.policy.decide(ready, sum(is_soon))
             self._prefills_draft = decision.prefills_draft
-        else:  # a draft that rests does not read the prompts of a new wave either
-            decision = Decision([], prefills_draft=self._prefills_draft)
         plan = StepPlan(decision, in_flight)
         self._plan_decodes(plan, ready, max_logit_rows or MAX_VERIFIED_ROWS)
         plan.sort_decodes()
@@ -91,8 +89,7 @@ class Scheduler:
     def _reading(self) -> list[Sequence]:
         """Returns the sequences whose prompts are read, in that order: short prompts first. A prompt of n tokens is due
         once n tokens of any prompts were read after its admission, so later ones do not overtake it for ever."""
-        reading = [sequence for sequence in self.running if sequence.num_prefill_tokens]
-        return sorted(reading, key=lambda sequence: self._due[sequence.slot])
+        return sorted((each for each in self.running if each.num_prefill_tokens), key=lambda each: self._due[each.slot])
 
     def _plan_decodes(self, plan: StepPlan, ready: list[Sequence], max_rows: int) -> None:
         longest = min(MAX_DRAFT_TOKENS, max_rows - 1, MAX_VERIFIED_ROWS // max(len(self.running), 1) - 1)

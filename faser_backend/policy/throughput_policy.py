@@ -9,7 +9,7 @@ stays the same, and the steps that are learned from become rarer with it.
 
 A decision reads forward: chances of acceptance (policy/calibration.py), times (policy/cost_model.py), scores of the
 candidates, then the `Decision`. What was not chosen is explored now and then. `survival` is the same policy without
-overlap and early exit.
+overlap and early exit, `goodput` also without trimming: it drafts one length for the whole batch.
 """
 
 from __future__ import annotations
@@ -45,14 +45,15 @@ LEFT_SHARE = 0.5  # expected share of the tokens that requests may still emit, b
 
 
 class ThroughputPolicy:
-    """Chooses the candidate of most tokens per time. with_modes: overlapped rounds and early exits are candidates."""
+    """Chooses the candidate of most tokens per time, overlap and exits (with_modes) and trimmed chains among them."""
 
     is_drafting = True
 
-    def __init__(self, knowledge: Knowledge, *, with_modes: bool) -> None:
+    def __init__(self, knowledge: Knowledge, *, with_modes: bool, with_trimming: bool = True) -> None:
         self.costs = knowledge.costs
         self.partitions = knowledge.costs.partitions if with_modes else (WHOLE,)
         self._exits = knowledge.exits if with_modes else ()
+        self._floors = slice(None if with_trimming else 1)
         self._acceptance = AcceptanceModel(knowledge.margins)
         self._errors = TimeErrors(0.0 if self.costs.is_measured else OPTIMISM)
         self._yield = candidates.ChainYield()
@@ -96,7 +97,8 @@ class ThroughputPolicy:
         halves = [size // 2, size] if size > 1 else [1]
         splits = [self._times_of(half, name) for name in self.partitions if name != WHOLE for half in halves]
         num_left = self._weigh_reading(sequences)
-        chains = candidates.batch_means(self._acceptance, self._acceptance.offsets(sequences))
+        means = candidates.batch_means(self._acceptance, self._acceptance.offsets(sequences))
+        chains = candidates.ChainMeans(*(of[self._floors] for of in means))
         self._scores = candidates.scores_of(self._times_of(size, WHOLE), splits, chains, self._yield.ratios)
         bonus = 1.0 + BONUS * self.costs.is_measured * max(1.0 - self._acceptance.num_tests / MANY_TESTS, 0.0)
         plain, drafting = self._scores[0], max(self._scores[1:], key=self._speed)

@@ -38,7 +38,6 @@ from faser_backend.lab.contestants import (
     Contestant,
     Sizing,
     choose_contestants,
-    split_names,
 )
 from faser_backend.lab.drive import InProcess
 from faser_backend.lab.progress import progress_bar
@@ -80,8 +79,7 @@ class BenchRun:
         budget_s = math.inf if options.budget_s is None else options.budget_s
         self._end_s = time.monotonic() + budget_s
         self._options, self._sizing = options, sizing
-        names = None if options.policies is None else split_names(options.policies)
-        self._contestants, self.missing = choose_contestants(names)
+        self._contestants, self.missing = choose_contestants(options.policies)
         self._contestants.insert((len(self._contestants) + 1) // 2, AGAIN)  # far from the first in each rotation
         self.warnings: list[str] = []
         check_output(options.output, REPORT_BYTES)

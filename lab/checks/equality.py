@@ -44,7 +44,7 @@ COLUMNS = (
     Column("unexplained", lambda row: len(row["unexplained"])),
 )  # fmt: skip
 SEED = 20
-POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "gp-lcb", "survival", "faser")
+POLICIES = ("none", "fixed:2", "fixed:4", "fixed:8", "gp-lcb", "goodput", "survival", "faser")
 NEAR_TIE = 1e-3  # in units of scaled logits; logits of two call shapes differ by about 1e-5
 
 

@@ -1,14 +1,15 @@
 """Times of calls of few rows on a CPU, beside what the machine could do.
 
-    python -m lab.checks.rows ENGINE_DIR [--rows 1,6,16] [--prompts 128,512]
+    python scripts/bench_rows.py ENGINE_DIR [--rows 1,6,16] [--prompts 128,512] [--json FILE]
 
 A call is one sequence's: so many rows after CONTEXT tokens, with logits of all. Row counts take turns with a reading of
 memory and with a large product of matrices, so that all are of the same minutes. Prompts are read in calls of
-PROMPT_ROWS, as a server reads them.
+PROMPT_ROWS, as a server reads them. FILE gets the medians: {"weights_ms": .., "rows_ms": {"1": ..}, "prompt_ms": {..}}.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import time
@@ -30,6 +31,7 @@ def main() -> None:
     parser.add_argument("engine_dir", type=Path)
     parser.add_argument("--rows", type=counts, default="1,6,16", help="of a call, separated by commas")
     parser.add_argument("--prompts", type=counts, default="", help="tokens of whole prompts, separated by commas")
+    parser.add_argument("--json", type=Path, help="write the medians there")
     args = parser.parse_args()
     rates: list[tuple[float, float]] = []
     times: dict[int, list[float]] = {count: [] for count in args.rows}
@@ -71,9 +73,10 @@ def main() -> None:
             f"{count:5d} rows {middle:8.2f} ms ({low:.2f} to {high:.2f}), {middle / floor_ms:.2f}x reading the "
             f"weights, {middle / quartiles[args.rows[0]][1]:.2f}x the call of {args.rows[0]}"
         )
-    for count, found in prompt_times.items():
-        print(f"a prompt of {count} tokens {statistics.median(found):8.2f} ms")
-
-
-if __name__ == "__main__":
-    main()
+    prompt_ms = {count: statistics.median(found) for count, found in prompt_times.items()}
+    for count, middle in prompt_ms.items():
+        print(f"a prompt of {count} tokens {middle:8.2f} ms")
+    if args.json:
+        rows_ms = {count: middle for count, (_, middle, _) in quartiles.items()}
+        found = {"weights_ms": floor_ms, "rows_ms": rows_ms, "prompt_ms": prompt_ms}
+        args.json.write_text(json.dumps(found, indent=1) + "\n")

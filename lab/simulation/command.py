@@ -16,14 +16,7 @@ from faser_backend.core.config import EngineConfig
 from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab import traces
 from faser_backend.lab.command_options import SimulateOptions
-from faser_backend.lab.contestants import (
-    FIXED_REFERENCE,
-    ORACLE,
-    STATIC,
-    Contestant,
-    simulated_contestants,
-    split_names,
-)
+from faser_backend.lab.contestants import FIXED_REFERENCE, ORACLE, STATIC, Contestant, simulated_contestants
 from faser_backend.lab.environment import commit
 from faser_backend.lab.progress import progress_bar
 from faser_backend.lab.simulation import worlds
@@ -122,7 +115,7 @@ def _numbers(option: str, text: str, meaning: str, most: float) -> list[float]:
 def run_simulate(options: SimulateOptions, *, command: str) -> None:
     """The command: progress on stderr, tables on stdout, simulation.json and .md into the output directory."""
     check(options)
-    contestants, missing = simulated_contestants(None if options.policies is None else split_names(options.policies))
+    contestants, missing = simulated_contestants(options.policies)
     check_output(options.output, REPORT_BYTES)
     shares: list[float] = []
     if options.loads is not None:

@@ -6,13 +6,7 @@ from typing import Any
 
 import pytest
 
-from faser_backend.cuda.green_contexts import (
-    DEFAULT_STREAM_FLAG,
-    NON_BLOCKING,
-    DriverError,
-    GreenSplits,
-    call_driver,
-)
+from faser_backend.cuda.green_contexts import DEFAULT_STREAM_FLAG, NON_BLOCKING, DriverError, GreenSplits, call_driver
 from faser_backend.cuda.streams import SmMenu, open_menu
 from faser_backend.device.partition import split_name
 from tests.support.fake_cuda import FakeCuda, FakeDriver, Status

@@ -198,7 +198,7 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: AnyBuilt, prefills_draf
     assert check_chains(built, make_requests(is_greedy=True), "fixed:5", pruning).num_pruned > 0
 
 
-@pytest.mark.parametrize("policy", ["fixed:4", "survival", "faser", "gp-lcb"])
+@pytest.mark.parametrize("policy", ["fixed:4", "goodput", "survival", "faser", "gp-lcb"])
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32, "draft": "model+ngram"}, {"pipeline": "run_ahead"}])
 def test_tokens_equal_plain_decoding(built: AnyBuilt, policy: str, options: dict[str, object]) -> None:
     requests = make_requests(num_shared=9)

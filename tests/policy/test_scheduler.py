@@ -278,7 +278,7 @@ def test_random_load_always_finishes(seed: int, never_evicts: bool):
         assert num_steps < 2000, "the scheduler is stuck"
 
 
-SPECS = "fixed fixed:0 fixed:33 fixed:x fixed:-1 none:3 eagle fixed:² goodput schedule schedule:4:4"
+SPECS = "fixed fixed:0 fixed:33 fixed:x fixed:-1 none:3 eagle fixed:² goodput:2 schedule schedule:4:4"
 
 
 @pytest.mark.parametrize("spec", ["", *SPECS.split()])

@@ -90,6 +90,13 @@ def test_modes(monkeypatch: pytest.MonkeyPatch):
         assert {record.plan.decision.mode for record in records} == {PipelineMode.SERIAL}
 
 
+@pytest.mark.parametrize(("policy", "trims"), [("survival", True), ("goodput", False)])
+def test_goodput_drafts_one_length(policy: str, trims: bool, monkeypatch: pytest.MonkeyPatch):
+    decisions = [each.plan.decision for each in steps_of(WORLDS["exits, weak ones, 8"], policy, monkeypatch)]
+    assert any(each.trim for each in decisions) is trims
+    assert all(len(set(each.num_draft_tokens)) < 2 for each in decisions)
+
+
 def test_explores_speculation_within_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
     records = steps_of(WORLDS["plain is best, 16"], "faser", monkeypatch)
     has_drafted = np.array([record.frontier.num_drafted.any() for record in records])
