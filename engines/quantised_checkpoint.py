@@ -55,6 +55,7 @@ class Scheme:
     is_transposed: bool = False  # the matrices of the file are [inputs, outputs]
     packed_axis: int = 1  # of numbers: a word holds several outputs (0) or inputs (1)
     zero_offset: int = 0  # what is missing from zero points
+    needed: tuple[str, ...] = ()  # tensors without which the config would mean other numbers
 
     @property
     def per_word(self) -> int:
@@ -93,7 +94,8 @@ def _gptq(fields: ConfigFields) -> Scheme:
         fields.must_be(name, "gptq", "gptq_v2")
     bits, block = fields.count("bits", 8), _group(fields, 128)
     is_first = "gptq_v2" not in (fields.values.get("checkpoint_format"), fields.values.get("format"))
-    return Scheme("GPTQ", ".qweight", "I32", bits, block, ".scales", ".qzeros", ".g_idx", True, zero_offset=is_first)
+    needed = (".g_idx",) * fields.flag("desc_act", False)
+    return Scheme("GPTQ", ".qweight", "I32", bits, block, ".scales", ".qzeros", ".g_idx", True, 1, is_first, needed)
 
 
 def _compressed_tensors(fields: ConfigFields) -> Scheme:
@@ -121,18 +123,18 @@ def _group_scheme(modules: ConfigFields, common_format: Any) -> Scheme:
     weights.must_be("dynamic", False)
     weights.must_be("strategy", "tensor", "channel", "group", "block")
     strategy = weights.values.get("strategy")
+    block = _group(weights) if strategy == "group" else (int(strategy == "channel"), 0)
     if strategy == "block":
         block = _block(weights, "block_structure")
-    else:
-        block = _group(weights) if strategy == "group" else (int(strategy == "channel"), 0)
-    return Scheme("compressed-tensors", numbers, dtype, weights.count("num_bits", 8), block)
+    is_ordered = weights.values.get("actorder") not in (None, False, "weight", "static")
+    needed = (".weight_zero_point",) * (not weights.flag("symmetric", True)) + (".weight_g_idx",) * is_ordered
+    return Scheme("compressed-tensors", numbers, dtype, weights.count("num_bits", 8), block, needed=needed)
 
 
 def _fp8(fields: ConfigFields) -> Scheme:
     fields.must_be("fmt", "e4m3")
     fields.must_be("activation_scheme", "dynamic", "static")
-    has_blocks = fields.values.get("weight_block_size") is not None
-    block = _block(fields, "weight_block_size") if has_blocks else (0, 0)
+    block = (0, 0) if fields.values.get("weight_block_size") is None else _block(fields, "weight_block_size")
     scales = ".weight_scale_inv" if "weight_block_size" in fields.values else ".weight_scale"  # AutoFP8 has no field
     return Scheme("fp8", ".weight", "F8_E4M3", 8, block, scales)
 
@@ -203,6 +205,8 @@ class QuantisedCheckpoint(HuggingFaceCheckpoint):
             self._check_shape(module + scheme.numbers, shape[0], -(-shape[1] // scheme.per_word))
         rows, columns = (-(-size // step) for size, step in zip(shape, scheme.steps(shape), strict=True))
         zeros, index = module + scheme.zeros, module + scheme.group_index
+        if lacking := [module + end for end in scheme.needed if module + end not in self._file_of]:
+            raise self._error(lacking[0], f"is missing, but {SECTION} says that numbers depend on it")
         self._check_shape(module + scheme.scales, rows, columns)
         if scheme.is_transposed or zeros in self._file_of:
             is_packed = scheme.is_transposed or self._file_of[zeros].stored_dtype(zeros) == "I32"
@@ -291,8 +295,7 @@ class QuantisedCheckpoint(HuggingFaceCheckpoint):
         """Returns a module's numbers [out, in]: integers from 0 if they are packed, else as they are stored."""
         scheme, tensor = self._scheme, self._modules[name] + self._scheme.numbers
         stored = self._as_rows(self._file_of[tensor].map(tensor, scheme.dtype))
-        is_packed = scheme.dtype == "I32"
-        return self._unpacked(stored, scheme.packed_axis)[:, : self.shape(name)[1]] if is_packed else stored
+        return stored if scheme.dtype != "I32" else self._unpacked(stored, scheme.packed_axis)[:, : self.shape(name)[1]]
 
     def _unpacked(self, words: np.ndarray, axis: int) -> np.ndarray:
         """Returns the unsigned numbers of a matrix of words that hold several of them along an axis."""

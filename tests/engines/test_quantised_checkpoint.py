@@ -19,7 +19,7 @@ from tests.cpu.test_gguf import OUTSIDE, build, expected, restored
 from tests.engines.test_families import open_runner
 from tests.support.cpu_products import UNIT_ERROR, restore_matrix
 from tests.support.gguf_models import with_weights
-from tests.support.quantised_models import CASES, Tensors, write_quantised
+from tests.support.quantised_models import CASES, PACKED, Tensors, compressed, write_quantised
 from tests.support.tiny_models import largest_error, random_model, write_model
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 4}
@@ -141,6 +141,8 @@ MALFORMED: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("awq_32", change(".qzeros", lambda t: t.to(torch.int8)), f"{UP}.qzeros has dtype I8"),
     ("awq_32", change(".scales", lambda t: t * torch.nan), f"{UP}.scales[0, 0] = nan: must be finite"),
     ("gptq_4", change(".g_idx", lambda t: t + 1), f"{UP}.g_idx[0] = 1: must lie in [0, 0]"),
+    ("gptq_act_order", without(".g_idx"), f"{UP}.g_idx is missing, but quantization_config says"),
+    ("packed_4_zeros", without(".weight_zero_point"), f"{UP}.weight_zero_point is missing, but"),
     ("packed_8", change(".weight_shape", lambda t: t * 2), f"{UP}.weight_packed has shape"),
     ("packed_4_byte_zeros", change(".weight_zero_point", lambda t: t[1:]), f"{UP}.weight_zero_point has shape"),
     ("fp8_channels", change(".weight_scale", lambda t: t[:1]), f"{UP}.weight_scale has shape"),
@@ -164,6 +166,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("gptq_4", {"bits": 3}, "bits = 3: only 4 or 8"),
     ("gptq_4", {"checkpoint_format": "marlin"}, "checkpoint_format = 'marlin'"),
     ("gptq_4", {"dynamic": {"-:.*up.*": {}}}, "dynamic = "),
+    ("packed_8", compressed(PACKED, 8, "channel", actorder="group"), "weight_g_idx is missing, but"),
     ("packed_8", {"format": "marlin-24"}, "format = 'marlin-24': must be one of pack-"),
     ("packed_8", {"config_groups": {}}, "config_groups = {}: hold 0 schemes: must be one"),
     ("fp8_blocks", {"config_groups": {"a": {"input_activations": {"num_bits": 4}}}}, "num_bits = 4: only 8"),

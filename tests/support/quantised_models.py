@@ -52,7 +52,7 @@ def encode(case: Case, shape: tuple[int, int], rng: np.random.Generator) -> tupl
     scales = torch.from_numpy(2.0 ** np.rint(np.log2(factors)) if "powers" in case.more else factors)
     scales = scales.to(case.scale_dtype)
     zeros = rng.integers(0, 1 << bits, groups) if case.has_zeros else np.full(groups, middle)
-    if "act_order" in case.more:
+    if case.config.get("desc_act"):
         columns = rng.permutation(columns)
     own = np.ix_(rows, columns)
     if "fp8" in case.more:
@@ -74,10 +74,8 @@ def encode(case: Case, shape: tuple[int, int], rng: np.random.Generator) -> tupl
             tensors = {".weight_packed": packed(values, bits), ".weight_shape": torch.tensor(shape)}
             tensors[".weight_scale"] = scales
             if case.has_zeros:
-                is_byte = "bytes" in case.more
-                tensors[".weight_zero_point"] = (
-                    torch.from_numpy(zeros - 8).to(torch.int8) if is_byte else packed(zeros.T, bits).T
-                )
+                as_bytes = torch.from_numpy(zeros - 8).to(torch.int8)
+                tensors[".weight_zero_point"] = as_bytes if "bytes" in case.more else packed(zeros.T, bits).T
         case _:
             numbers = numbers if "fp8" in case.more else torch.from_numpy((values - middle).astype(np.int8))
             name = ".weight_scale_inv" if "weight_block_size" in case.config else ".weight_scale"
@@ -142,9 +140,11 @@ CASES = {
     "gptq_4_v2": Case(gptq(4, 64, checkpoint_format="gptq_v2"), "gptq", 4, (1, 64), **ZEROS),
     "gptq_8": Case(gptq(8, 128, checkpoint_format="gptq_v2"), "gptq", 8, (1, 128), **INT8),
     "gptq_8_zeros": Case(gptq(8, 64), "gptq", 8, (1, 64), **HALVES, has_zeros=True, rounded="GPTQ of 8 bits with zero"),
-    "gptq_act_order": Case(gptq(4, 32), "gptq", 4, (1, 32), **HALVES, rounded="in act-order", more={"act_order": True}),
+    "gptq_act_order": Case(gptq(4, 32, desc_act=True), "gptq", 4, (1, 32), **HALVES, rounded="in act-order"),
     "packed_4_groups": Case(compressed(PACKED, 4, "group", group_size=128), "packed", 4, (1, 128), **BF16),
-    "packed_4_zeros": Case(compressed(PACKED, 4, "group", group_size=32), "packed", 4, (1, 32), **ZEROS),
+    "packed_4_zeros": Case(
+        compressed(PACKED, 4, "group", group_size=32, symmetric=False), "packed", 4, (1, 32), **ZEROS
+    ),
     "packed_4_byte_zeros": Case(compressed(PACKED, 4, "channel"), "packed", **ZEROS, more={"bytes": True}),
     "packed_8": Case(compressed(PACKED, 8, "channel"), "packed", 8, **INT8),
     "tiny_scales": Case(
