@@ -108,7 +108,8 @@ class ModelWeights(Mapping[str, np.ndarray]):
         if self._on_read is not None:
             self._on_read(name)
         parts = [read(part) for part, _ in source.parts]
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts, source.axis)
+        common = None if len({part.dtype for part in parts}) == 1 else np.float32  # numpy joins no bfloat16 and float16
+        array = parts[0] if len(parts) == 1 else np.concatenate(parts, source.axis, dtype=common)
         return array[: source.num_rows]
 
 

@@ -106,7 +106,9 @@ def test_contexts_that_differ(tmp_path: Path) -> None:
 
 def test_dtypes_of_the_two_are_converted_and_recorded(tmp_path: Path) -> None:
     target = write_model(random_model("qwen2").to(torch.bfloat16), tmp_path / "target")
-    draft = write_model(random_model("llama3_rope").to(torch.float16), tmp_path / "draft")
+    mixed = random_model("llama3_rope").to(torch.float16)
+    mixed.get_submodule("model.layers.1.self_attn.v_proj").to(torch.bfloat16)  # as single tensors of some GGUF files
+    draft = write_model(mixed, tmp_path / "draft")
     for runtime, dtype in (("llvm", "fp32"), ("torch", "bf16")):
         manifest = build_engines(target, draft, tmp_path / "engine", runtime=runtime, dtype=dtype)
         assert (manifest.target.spec.checkpoint_dtype, manifest.draft.spec.checkpoint_dtype) == ("BF16", "F16")
