@@ -20,7 +20,7 @@ from faser_backend import files
 from faser_backend.core.model import COMPUTES, ONE_PART, TWO_PARTS, WEIGHT_FORMATS, ModelSpec, WeightFormat
 from faser_backend.engines.checkpoint import CheckpointError
 from faser_backend.engines.pairs import open_pair
-from faser_backend.engines.tensorrt_buckets import TensorRtOptions
+from faser_backend.engines.tensorrt_buckets import CallLimits, TensorRtOptions
 from faser_backend.engines.tokenizer_files import write_tokenizer
 from faser_backend.engines.weights import ModelWeights
 from faser_backend.engines.weights_build import WeightsBuilder, choose_kv_cache_dtype, choose_weights, format_of
@@ -95,7 +95,7 @@ def build_engines(
     steps = _Steps(progress)
     compiler = None
     if RUNTIMES[runtime].tensorrt is not None:
-        tensorrt = tensorrt or TensorRtOptions()
+        tensorrt = tensorrt or TensorRtOptions(CallLimits(max_context=max_context))
         compiler = _tensorrt_compiler(runtime, dtype, tensorrt, kv_block_size, steps)
         max_context = tensorrt.limits.max_context if max_context is None else max_context
     elif tensorrt is not None:

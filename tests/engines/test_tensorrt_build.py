@@ -31,7 +31,7 @@ CODE_BYTES = 13 << 20  # kernels of an engine of a few layers, for three profile
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_checkpoint(tmp_path_factory.mktemp("source"), num_hidden_layers=2)
+    return write_checkpoint(tmp_path_factory.mktemp("source"), num_hidden_layers=2, max_position_embeddings=8192)
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +136,9 @@ def without_hashes(engine: ModelEngine) -> ModelEngine:
 def test_the_same_inputs_give_the_same_engine_and_progress_counts_steps(source: Path, tmp_path: Path) -> None:
     """Only the engines' hashes differ: TensorRT-RTX writes other bytes in every build, of equal number."""
     calls: list[tuple[str, int, int]] = []
-    first = build_tiny(source, tmp_path / "first", progress=lambda *call: calls.append(call))
-    assert EngineManifest.load(tmp_path / "first") == first
-    second = build_engines(source, None, tmp_path / "second", runtime="tensorrt_rtx", dtype="fp16")
+    first = build_tiny(source, tmp_path / "first", max_context=5000, progress=lambda *call: calls.append(call))
+    assert EngineManifest.load(tmp_path / "first") == first and first.target.spec.max_context == 5000
+    second = build_engines(source, None, tmp_path / "second", runtime="tensorrt_rtx", dtype="fp16", max_context=5000)
     assert without_hashes(first.target) == without_hashes(second.target)
     done = [call[1] for call in calls]
     assert done == sorted(done) and set(done) == set(range(calls[-1][2] + 1)) and calls[-1][0] == "done"
