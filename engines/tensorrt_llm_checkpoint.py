@@ -231,11 +231,10 @@ def translated(fields: ConfigFields, *, has_head: bool) -> dict[str, Any]:
     config = {ours: fields.values[name] for name, ours in NAMES.items() if name in fields.values}
     if architecture == "Qwen3MoeForCausalLM":
         moe = fields.section("moe")
-        moe.must_be("normalization_mode", 0, 1)  # the softmax's weights, or the same divided by their sum
         config |= {
             "num_experts": moe.values.get("num_experts"),
             "num_experts_per_tok": moe.values.get("top_k"),
-            "norm_topk_prob": moe.values.get("normalization_mode") == 1,
+            "norm_topk_prob": moe.count("normalization_mode", 1, 1, least=0) == 1,  # 0: shares do not sum to 1
         }
     return config | {
         "model_type": ARCHITECTURES[architecture],
@@ -259,5 +258,5 @@ def _refuse_variants(fields: ConfigFields) -> None:
     fields.must_be("residual_mlp", False)
     for name in MULTIPLIERS:
         fields.must_be(name, 1, 1.0)
-    if fields.values.get("head_size") is not None:
-        fields.must_be("rotary_embedding_dim", fields.values["head_size"])
+    default = fields.values["hidden_size"] // fields.values["num_attention_heads"]
+    fields.must_be("rotary_embedding_dim", fields.values.get("head_size") or default)

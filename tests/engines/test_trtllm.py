@@ -44,6 +44,7 @@ def test_any_way_of_sharing_a_model_gives_its_tensors_back(
     """97 tokens are padded to 98 or 100 rows; with fewer KV heads than ranks, each is held more than once."""
     model = random_model(variant, **changes)
     whole, parts = write_model(model, tmp_path / "whole"), write_trtllm(model, tmp_path / "shared", **shared)
+    edit_json(parts / "config.json", lambda config: config["moe"].pop("normalization_mode"))  # shares then sum to 1
     opened = [open_checkpoint(path) for path in (whole, parts)]
     weights = [ModelWeights(checkpoint, read_spec(checkpoint.fields)) for checkpoint in opened]
     specs = [read_spec(open_checkpoint(path).fields) for path in (whole, parts)]
@@ -100,6 +101,7 @@ def edit_rank(source: Path, rank: int, change: Callable[[dict], object]) -> None
         (lambda c: c.update(num_hidden_layers=4), ["layers.3", "missing"]),
         (lambda c: c.update(num_hidden_layers=2), ["layers.2", "no part"]),
         (lambda c: c.update(head_size=16), ["shape"]),
+        (lambda c: c.update(head_size=None, rotary_embedding_dim=4), ["rotary_embedding_dim = 4", "only 8"]),
         (lambda c: c.update(use_parallel_embedding=True), ["embed_tokens", "shape"]),
         (lambda c: c.update(embedding_sharding_dim=3, use_parallel_embedding=True), ["embedding_sharding_dim", "3"]),
         (lambda c: c.update(num_attention_heads=0), ["num_attention_heads", "0"]),
