@@ -187,8 +187,8 @@ def cached_engine(
     build: options of `build_engines`, which refuses an unknown runtime.
     """
     cache, sources = cache_folder(), [target] if draft is None else [target, draft]
-    inputs = repr((VERSION, FORMAT_VERSION, runtime, [source.digest for source in sources], *sorted(build.items())))
     build = {"dtype": "fp32" if RUNTIMES.get(runtime, RUNTIMES[DEFAULT_RUNTIME]).is_cpu else "bf16"} | build
+    inputs = repr((VERSION, FORMAT_VERSION, runtime, [source.digest for source in sources], *sorted(build.items())))
     digest = hashlib.sha256(inputs.encode()).hexdigest()[:16]
     title = re.sub(r"[^\w.]+", "-", shown_name(target.name).rpartition("/")[2]).strip(".-")[:80] or "model"
     directory = next(cache.glob(f"*-{digest}"), cache / f"{title}-{digest}")

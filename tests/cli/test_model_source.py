@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
@@ -135,12 +136,8 @@ def test_the_key_follows_the_checkpoints_and_what_is_damaged_or_interrupted_is_n
     killed = first.with_name(f".{first.name}.killed.partial")  # what a build that was killed leaves behind
     killed.mkdir()
     assert demo_engine_dir(pair=own) == first and not killed.exists()
-    target = local_source("demo", own / "target")
-    assert (
-        first
-        != cached_engine(target, None, is_profiled=False)
-        != cached_engine(target, None, "torch", is_profiled=False)
-    )
+    alone = partial(cached_engine, local_source("demo", own / "target"), None, is_profiled=False)
+    assert first != alone() == alone(dtype="fp32") != alone("torch") == alone("torch", dtype="bf16")
     config.write_text(config.read_text() + "\n")
     assert demo_engine_dir(pair=own) != first
     config.unlink()
