@@ -67,11 +67,8 @@ def read_head(checkpoint: HuggingFaceCheckpoint, target: ModelSpec) -> DraftHead
     spec = read_spec(fields)
     fields.must_be_target_s(vocab_size=target.vocab_size, target_hidden_size=target.hidden_size)
     if "embed_tokens.weight" not in checkpoint.names and spec.hidden_size != target.hidden_size:
-        raise fields.error(
-            "hidden_size",
-            spec.hidden_size,
-            f"must be the target's, {target.hidden_size}, because the head has no embedding",
-        )
+        reason = f"must be the target's, {target.hidden_size}, because the head has no embedding"
+        raise fields.error("hidden_size", spec.hidden_size, reason)
     num_ids = fields.count("draft_vocab_size", spec.vocab_size, default=spec.vocab_size)
     return DraftHead(
         spec=replace(spec, family=EAGLE3, max_context=target.max_context),
@@ -110,9 +107,8 @@ def _token_ids(checkpoint: HuggingFaceCheckpoint, num_ids: int, vocab_size: int)
         if num_ids != vocab_size:
             raise CheckpointError(f"{where}: tensor d2t is missing: draft_vocab_size = {num_ids} of {vocab_size} ids")
         return own_ids
-    if checkpoint.shape("d2t") != (num_ids,):
-        shape = list(checkpoint.shape("d2t"))
-        raise CheckpointError(f"{where}: d2t has shape {shape}, config.json wants {[num_ids]}")
+    if (shape := checkpoint.shape("d2t")) != (num_ids,):
+        raise CheckpointError(f"{where}: d2t has shape {list(shape)}, config.json wants {[num_ids]}")
     ids = own_ids + checkpoint.read_integers("d2t")
     outside = np.flatnonzero((ids < 0) | (ids >= vocab_size))
     if outside.size:

@@ -16,6 +16,7 @@ from tests.support.tiny_models import VARIANTS, largest_error, random_model, wri
 from tests.support.trtllm_models import write_trtllm
 
 FC = "transformer.layers.1.mlp.fc.weight"
+Change = Callable[[dict], object]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -75,7 +76,7 @@ def test_half_precision_ranks_are_read(tmp_path: Path) -> None:
     assert largest_error(open_runner(manifest, tmp_path / "engine"), model, seed=3) <= MAX_ERROR
 
 
-def edit_rank(source: Path, rank: int, change: Callable[[dict], object]) -> None:
+def edit_rank(source: Path, rank: int, change: Change) -> None:
     path = source / f"rank{rank}.safetensors"
     tensors = load_file(path)
     change(tensors)
@@ -107,9 +108,7 @@ def edit_rank(source: Path, rank: int, change: Callable[[dict], object]) -> None
         (lambda c: c.update(num_attention_heads=0), ["num_attention_heads", "0"]),
     ],
 )  # fmt: skip
-def test_a_config_that_cannot_be_merged_is_named(
-    change: Callable[[dict], object], words: list[str], tmp_path: Path
-) -> None:
+def test_a_config_that_cannot_be_merged_is_named(change: Change, words: list[str], tmp_path: Path) -> None:
     source = write_trtllm(random_model("llama3_rope"), tmp_path / "source", tp=2)
     edit_json(source / "config.json", change)
     refuses_build(source, source, *words)
@@ -126,9 +125,7 @@ def test_a_config_that_cannot_be_merged_is_named(
         (lambda t: t.update(surprise=torch.zeros(1)), ["rank0", "surprise", "missing"]),
     ],
 )
-def test_ranks_that_do_not_fit_together_are_named(
-    change: Callable[[dict], object], words: list[str], tmp_path: Path
-) -> None:
+def test_ranks_that_do_not_fit_together_are_named(change: Change, words: list[str], tmp_path: Path) -> None:
     source = write_trtllm(random_model("llama3_rope"), tmp_path / "source", tp=2)
     edit_rank(source, 1, change)
     refuses_build(source, source, *words)
