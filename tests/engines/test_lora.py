@@ -16,10 +16,11 @@ from tests.support.tiny_models import write_checkpoint
 
 PREFIX = "base_model.model.model.layers."
 QUERIES = f"{PREFIX}0.self_attn.q_proj.lora_"
+Base = tuple[Path, ModelSpec]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelSpec]:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     folder = tmp_path_factory.mktemp("base")
     return write_checkpoint(folder / "source"), build(folder / "source", folder / "engine").target.spec
 
@@ -27,7 +28,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelSpec]:
 @pytest.mark.parametrize(
     ("fields", "scale"), [({}, 1.5), ({"use_rslora": True}, 3.0), ({"init_lora_weights": "eva", "bias": None}, 1.5)]
 )
-def test_the_scale_is_part_of_b(base: tuple[Path, ModelSpec], fields: Any, scale: float, tmp_path: Path) -> None:
+def test_the_scale_is_part_of_b(base: Base, fields: Any, scale: float, tmp_path: Path) -> None:
     directory = write_adapter(base[0], tmp_path / "a", lora_alpha=6.0, layers=(1,), **fields)
     matrices, tensors = read_adapter(directory, base[1], 4), load_file(directory / WEIGHTS)
     names = ("q", "k", "v", "attention_out", "gate", "up", "down")
@@ -54,9 +55,7 @@ def test_the_scale_is_part_of_b(base: tuple[Path, ModelSpec], fields: Any, scale
         (f"{PREFIX}3.self_attn.q_proj.lora_A.weight", np.ones((4, 32)), "must be A or B of a linear module"),
     ],
 )
-def test_a_field_or_tensor_is_refused(
-    base: tuple[Path, ModelSpec], name: str, value: Any, message: str, tmp_path: Path
-) -> None:
+def test_a_field_or_tensor_is_refused(base: Base, name: str, value: Any, message: str, tmp_path: Path) -> None:
     is_field = "." not in name
     directory = write_adapter(base[0], tmp_path / "a", **({name: value} if is_field else {}))
     tensors = load_file(directory / WEIGHTS) | ({} if is_field else {name: value})
