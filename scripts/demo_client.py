@@ -66,8 +66,9 @@ def main() -> None:
     try:
         found = stream(prompt, args)
     except urllib.error.HTTPError as error:
-        sys.exit(f"error: {error.read().decode().removeprefix('data: ')}")
-    except OSError as error:
+        body = error.read().decode().removeprefix("data: ")
+        sys.exit(f"error: {json.loads(body)['error'] if body.startswith('{') else body}")
+    except (OSError, ValueError) as error:
         sys.exit(f"error: --url = {args.url}: {error}")
     finally:
         print("\033[0m" * sys.stdout.isatty())

@@ -77,7 +77,7 @@ def run_replay(options: ReplayOptions) -> int:
     print_report(report)
     if options.output is not None:
         options.output.write_text(json.dumps(report, indent=1) + "\n")
-    return 0 if is_whole else 130
+    return int(not report["num_answered"]) if is_whole else 130
 
 
 def _check(options: ReplayOptions) -> None:

@@ -297,14 +297,17 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options, spec = (found := parser.parse_args()), found.policy
     worlds = [random_world(seed) for seed in HELD_OUT] if options.held_out else all_worlds()
-    worlds = [world for world in worlds if options.only in world.name]
+    if not (worlds := [world for world in worlds if options.only in world.name]):
+        parser.error(f"--only {options.only}: no world's name contains this")
     if options.worker is not None:
         for world in worlds[options.worker :: NUM_WORKERS]:
             rows = [run(world, spec, seed) for seed in range(options.seeds)] if spec != YARDSTICKS else None
             print(json.dumps([world.name, rows or yardsticks(world, options.seeds)]), flush=True)
         return
-    static = measure(HERE, YARDSTICKS, options)
-    ours, other_spec, other_tree = measure(HERE, spec, options), options.other or spec, options.against.resolve()
+    other_spec, other_tree = options.other or spec, options.against.resolve()
+    if not (other_tree / "faser_backend").is_dir():
+        parser.error(f"--against {options.against}: is no checkout")
+    ours, static = (measure(HERE, each, options) for each in (spec, YARDSTICKS))  # a wrong --policy ends at once
     is_same = (other_spec, other_tree) == (spec, HERE)
     theirs = ours if is_same else measure(other_tree, other_spec, options)
     print(f"{'tokens/s over':32}   other    none  static  latency     draft tokens   us/step  oracle's latency gain")

@@ -20,6 +20,15 @@ def count(text: str) -> int:
     return number
 
 
+def engine(text: str) -> Path:
+    """Reads the path of an engine directory."""
+    try:
+        EngineManifest.load(path := Path(text))
+    except FaserError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return path
+
+
 def counts(text: str) -> list[int]:
     return [count(part) for part in text.split(",") if text]
 
@@ -29,7 +38,7 @@ def numbers(text: str) -> list[float]:
 
 
 SHARED: dict[str, dict[str, Any]] = {
-    "engine-dir": {"type": Path, "help": "default: the demo pair, built here"},
+    "engine-dir": {"type": engine, "help": "default: the demo pair, built here"},
     "policies": {"help": "separated by commas; the first is the reference"},
     "clients": {"type": counts, "help": "requests in flight, separated by commas"},
     "temperatures": {"type": numbers, "help": "separated by commas"},

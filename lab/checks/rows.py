@@ -14,12 +14,11 @@ import os
 import statistics
 import time
 from contextlib import closing
-from pathlib import Path
 
 import numpy as np
 
 from faser_backend.lab.bench.report import MachineLimits
-from faser_backend.lab.checks.options import counts, make_parser
+from faser_backend.lab.checks.options import counts, engine, make_parser
 from faser_backend.lab.checks.target import OpenTarget
 
 CONTEXT = 128  # tokens before the rows
@@ -28,7 +27,7 @@ PROMPT_ROWS = 256  # of a call; in larger ones, results leave the caches between
 
 def main() -> None:
     parser = make_parser(__doc__, repeats=30, threads=len(os.sched_getaffinity(0)))
-    parser.add_argument("engine_dir", type=Path)
+    parser.add_argument("engine_dir", type=engine)
     parser.add_argument("--rows", type=counts, default="1,6,16", help="of a call, separated by commas")
     parser.add_argument("--prompts", type=counts, default="", help="tokens of whole prompts, separated by commas")
     parser.add_argument("--json", type=Path, help="write the medians there")

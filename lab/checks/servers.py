@@ -22,8 +22,10 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from faser_backend.core.errors import FaserError
 from faser_backend.lab.answers import Answer, Job
 from faser_backend.lab.places import ROOT
+from faser_backend.triton.server import claim_ports
 
 START_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
@@ -33,10 +35,10 @@ _NUMBERS = itertools.count(997 * os.getpid())  # processes that start servers at
 
 def free_ports(count: int) -> list[int]:
     """Returns ports below those that Linux gives to clients: nothing takes one before its server has started."""
-    ports: list[int] = []
+    host, ports = "127.0.0.1", []
     while len(ports) < count:
         port = FIRST_PORT + next(_NUMBERS) % NUM_PORTS
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        with suppress(OSError, FaserError), claim_ports(host, {"": port}), socket.create_server((host, port)):
             ports.append(port)
     return ports
 
