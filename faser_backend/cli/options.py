@@ -130,8 +130,8 @@ class PanelCommand(TyperCommand):
             return super().parse_args(ctx, args)
         except typer.BadParameter as error:  # names the option alone
             name, defaults = getattr(error.param, "name", ""), ctx.default_map or {}
-            if name in given or name in defaults:  # it is not missing
-                value, where = (given[name], "") if name in given else (defaults[name], f" in {file}")
+            if (value := given.get(name)) is not None or name in defaults:  # it is not missing
+                value, where = (defaults[name], f" in {file}") if value is None else (value, "")
                 error.message = f"{value!r}{where}: {error.message}"
             raise
 

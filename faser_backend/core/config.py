@@ -48,7 +48,7 @@ def option(default: Any, given: Option | str, section: str = "", *, ge: Any = No
 def _with_absolute(given: Any) -> list[str]:
     pairs = [str(text).partition("=") for text in (given.splitlines() if isinstance(given, str) else given)]
     if not all(name and directory for name, _, directory in pairs) or len({pair[0] for pair in pairs}) < len(pairs):
-        raise ValueError("must be NAME=DIR, with each NAME once")
+        raise ConfigError(f"lora = {given!r}: must be NAME=DIR, with each NAME once")
     return [f"{name}={Path(directory).absolute()}" for name, _, directory in pairs]
 
 
