@@ -197,7 +197,7 @@ class GeneratedResponse:
             if not has_begun:
                 await error_response(shown)(scope, receive, send)
                 return
-            await _send_events(send, [(None, shown.body())])
+            await _send_events(send, self.reply.fail(shown))
         done = b"data: [DONE]\n\n" if self.reply.has_done else b""
         await send({"type": "http.response.body", "body": done, "more_body": False})
 
@@ -310,13 +310,10 @@ def _netloc_of(origin: str) -> str | None:
 
 def _name_of(netloc: str) -> str:
     """Returns the host without port and brackets."""
-    if netloc.startswith("["):
-        return netloc[1:].partition("]")[0]
-    return netloc.partition(":")[0].lower()
+    return netloc[1:].partition("]")[0] if netloc.startswith("[") else netloc.partition(":")[0].lower()
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 404)
     limit = "this endpoint has another method" if status == 405 else "there is no such endpoint"
-    message = f"{request.method} {request.scope['path']}: {limit}"
-    return error_response(ApiError(message, status=status))
+    return error_response(ApiError(f"{request.method} {request.scope['path']}: {limit}", status=status))

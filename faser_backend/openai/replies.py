@@ -17,6 +17,7 @@ from typing import Any
 
 from faser_backend.core.request import NUM_CONTEXT_TOP, EngineOutput, FinishReason, RequestStats
 from faser_backend.openai.bodies import Body, ChatBody, CompletionBody, ResponsesBody, Tool
+from faser_backend.openai.errors import ApiError
 from faser_backend.openai.requests import Generation
 from faser_backend.openai.tools import CallFinder, FunctionCall
 from faser_backend.serving.served_model import ServedModel
@@ -30,11 +31,9 @@ class Answer:
     """One choice: its text so far, its counts, and the acceptance of its drafts."""
 
     def __init__(self, wanted: Generation, tokenizer: TextTokenizer) -> None:
-        self.wanted = wanted
-        self.num_tokens = 0
+        self.wanted, self._tokenizer, self.num_tokens = wanted, tokenizer, 0
         self.num_accepted_by_step: list[int] = []
         self._has_echoed = not wanted.echoes
-        self._tokenizer = tokenizer
         self.stream = AnswerStream(
             tokenizer, wanted.request.prompt_ids, stop_strings=wanted.stop, includes_stop=False, num_top=wanted.num_top
         )
@@ -76,8 +75,7 @@ class ApiReply:
     has_done = True  # a stream ends with the line [DONE]
 
     def __init__(self, body: Body, wanted: Sequence[Generation], model: ServedModel) -> None:
-        self.body = body
-        self.model = model
+        self.body, self.model = body, model
         self.answers = [Answer(one, model.tokenizer) for one in wanted]
         self._has_begun = False
 
@@ -97,6 +95,10 @@ class ApiReply:
 
     def end(self) -> list[Event]:
         raise NotImplementedError
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """Returns the event with which an error ends a stream."""
+        return [(None, error.body())]
 
     def whole(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -295,8 +297,7 @@ class ResponsesReply(ApiReply):
 
     def __init__(self, body: ResponsesBody, wanted: Sequence[Generation], model: ServedModel) -> None:
         super().__init__(body, wanted, model)
-        self._id = _new_id("resp")
-        self._created = int(time.time())
+        self._id, self._created = _new_id("resp"), int(time.time())
         self._finder = CallFinder(wanted[0].tool_form, is_single=body.parallel_tool_calls is False)
         self._items: list[dict[str, Any]] = []
         self._is_open = False  # the last item is a message that still grows
@@ -325,6 +326,9 @@ class ResponsesReply(ApiReply):
 
     def end(self) -> list[Event]:
         return [self._event(f"response.{self._status()}", response=self.whole())]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [self._event("error", code=error.code, message=error.message, param=error.param)]
 
     def _open_message(self) -> list[Event]:
         self._is_open = True
@@ -409,9 +413,8 @@ class ResponsesReply(ApiReply):
         return self._event(name, output_index=len(self._items) - 1, item=copy.deepcopy(item))
 
     def _event(self, kind: str, /, **data: Any) -> Event:
-        event = {"type": kind, "sequence_number": self._num_events, **data}
         self._num_events += 1
-        return kind, event
+        return kind, {"type": kind, "sequence_number": self._num_events - 1, **data}
 
 
 def _new_id(prefix: str) -> str:

@@ -203,9 +203,9 @@ def test_an_unexpected_failure_is_answered_and_logged(
     app: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(FakeClient, "fails", True)
-    body = BASE[ChatBody]
     with TestClient(app, raise_server_exceptions=False) as client:
-        whole, stream = (client.post(PATHS[ChatBody], json={**body, "stream": each}) for each in (False, True))
+        whole, stream = (client.post(PATHS[ChatBody], json=BASE[ChatBody] | {"stream": each}) for each in (False, True))
+        assert '"type":"error"' in client.post("/v1/responses", json={"input": "a", "stream": True}).text
     assert whole.status_code == 500
     for text in (whole.text, [event for event in events_of(stream.text) if event != "[DONE]"][-1]):
         error = json.loads(text)["error"]
