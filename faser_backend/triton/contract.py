@@ -49,6 +49,7 @@ STOP_WORDS = WordLimit(MAX_STOP_SEQUENCES, 4096)
 BAD_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
 BIAS_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
+_TOKEN_NAMES = {"max_tokens": "request_output_len", "top_k": "runtime_top_k", "top_p": "runtime_top_p"}
 MAX_SEQUENCES = 1024  # of one request: its prompts times its num_return_sequences
 MAX_LOGITS_BYTES = 1 << 30  # of one sequence
 
@@ -97,7 +98,12 @@ def parse_requests(
         if not 1 <= num_sequences * len(rows) <= MAX_SEQUENCES:
             limit = f"must lie in [1, {MAX_SEQUENCES // len(rows)}] with {len(rows)} prompts"
             raise RequestError("num_return_sequences", num_sequences, limit)
-        first = _parse_row(row, f"{request_id}.{batch_index}", handshake, is_llm_api=is_llm_api)
+        try:
+            first = _parse_row(row, f"{request_id}.{batch_index}", handshake, is_llm_api=is_llm_api)
+        except RequestError as error:
+            if (sent := _TOKEN_NAMES.get(error.field or "", "")) in row:
+                error.blame(sent)
+            raise
         if first.is_streaming and not is_decoupled:
             limit = "Streaming is only supported if model is deployed using decoupled mode."
             raise RequestError("streaming", True, limit)

@@ -48,7 +48,13 @@ class LlmApiContract(InflightBatcherContract):
         ours = {_INPUTS.get(name, name.removeprefix(_PREFIX)): array for name, array in tensors.items()}
         ours.setdefault("exclude_input_in_output", np.array([True]))
         ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
-        (parsed,) = parse_requests(ours, request_id, handshake, is_decoupled=is_decoupled, is_llm_api=True)
+        try:
+            (parsed,) = parse_requests(ours, request_id, handshake, is_decoupled=is_decoupled, is_llm_api=True)
+        except RequestError as error:
+            for name in tensors:
+                if _INPUTS.get(name, name.removeprefix(_PREFIX)) == error.field != name:
+                    error.blame(name)
+            raise
         flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
         return [replace(parsed, includes_stop=False, accumulates_text=True, extra_outputs=flags)]
 

@@ -118,7 +118,7 @@ def test_out_of_vocab_ids_are_refused_or_clamped():
         ({"text_input": np.array([[b"\xff\xfe"]], dtype=object)}, "text_input .* must be UTF-8 text"),
         ({"text_input": None}, "a prompt is needed"),
         ({"input_ids": np.array([[1]], np.int32)}, "send one of the two"),
-        ({"max_tokens": one(0)}, r"max_tokens = 0: must lie in \[1, "),
+        ({"request_output_len": one(0)}, r"request_output_len = 0: must lie in \[1, "),
         ({"max_tokens": None}, "max_tokens = None: is required"),
         ({"max_tokens": np.array([[1, 2]], np.int32)}, r"max_tokens = \[1, 2\]: must hold exactly 1 value"),
         ({"text_input": np.array([[b"a"], [b"b"]], dtype=object)}, r"max_tokens = \[1, 1\]: the batch holds 2 prompts"),

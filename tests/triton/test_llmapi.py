@@ -55,10 +55,11 @@ def test_cache_use_has_the_names_of_the_llm_api():
     reply = LlmApiContract().reply(replace(parsed, num_prompt_blocks=4), names, TOKENIZER)
     stats = RequestStats(num_allocated_blocks=5, num_reused_blocks=3)
     reply.add(EngineOutput("r", [], finish_reason=FinishReason.LENGTH, stats=stats))
-    arrays = dict(reply.render())
-    assert {name: array.item() for name, array in arrays.items()} == dict(zip(names, (3, 1, 0.75, 2), strict=True))
+    assert {name: array.item() for name, array in reply.render()} == dict(zip(names, (3, 1, 0.75, 2), strict=True))
 
 
-def test_one_prompt_per_request():
+def test_a_wrong_value_is_blamed_under_the_clients_name():
     with pytest.raises(RequestError, match=r"text_input = \[2\]: one prompt per request"):
         parse(text_input=np.array([b"a", b"b"], dtype=object))
+    with pytest.raises(RequestError, match=r"^sampling_param_temperature = -1.0: must lie in \[0, 100\]"):
+        parse(sampling_param_temperature=np.array([-1.0], np.float32))
