@@ -149,8 +149,9 @@ def cpu_identity() -> dict[str, str | int]:
     from faser_backend.cpu.kernels.matrix_units import find_matrix_units
 
     versions = {name: version(name) for name in ("numba", "llvmlite")}
-    units = find_matrix_units()[1]
-    return {"cpu": cpu_name(), "num_cores": core_partitions().whole.size, **versions, "matrix_units": units}
+    num_cores, units = core_partitions().whole.size, find_matrix_units()[1]
+    num_cores = min(num_cores, cpu_quota() or num_cores)
+    return {"cpu": cpu_name(), "num_cores": num_cores, **versions, "matrix_units": units}
 
 
 def cpu_name() -> str:
