@@ -133,7 +133,7 @@ def fitted_to(trace: Trace, max_context: int) -> Trace:
     prompts = np.minimum(prompts, max_context - outputs)
     words = trace.description
     if factor < 1.0 or num_cut:
-        words += f"; lengths scaled by {factor:.3g}, {num_cut} requests cut, to fit {max_context} tokens"
+        words += f"; lengths scaled by {factor:.3g}, {num_cut} of them cut, to fit {max_context} tokens"
     return Trace(trace.arrivals_s, prompts, outputs, words)
 
 

@@ -80,13 +80,7 @@ GAINS = _columns(
     ("of none", _range, "{}", "lowest-highest", "The same, in the worst and the best repeat."),
     ("equal engines", equal_engines, "{}", "lowest-highest", "A second engine of none over the first, by repeat."),
     ("of fixed:4", _ratio("fixed4"), "{}", "x", f"Gain over four draft tokens, always, {RATIO}."),
-    (
-        "of best static",
-        _ratio("best_static"),
-        "{}",
-        "x",
-        "Gain over the best fixed length, known afterwards.",
-    ),
+    ("of best static", _ratio("best_static"), "{}", "x", "Gain over the best fixed length, known afterwards."),
     ("differ", "num_different", "{}", "answers", "Answers that differ from those of plain decoding."),
 )
 LATENCIES = _columns(

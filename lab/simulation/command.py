@@ -146,7 +146,7 @@ def run_simulate(options: SimulateOptions, *, command: str) -> None:
     (options.output / "simulation.md").write_text(markdown(meta, tables))
     console = table_console()
     for load, table in tables.items():
-        title = load or f"{world.name}: {len(trace)} requests, {trace.description}"
+        title = load or f"{world.name}: {len(trace)} request{'s' * (len(trace) > 1)}, {trace.description}"
         cells = [[column.show(row) for column in COLUMNS] for row in table]
         console.print(terminal_table(title, [column.heading for column in COLUMNS], cells))
     told = [f"not simulated: {each}" for each in missing]
@@ -234,8 +234,8 @@ def markdown(meta: Row, tables: dict[str, list[Row]]) -> str:
     lines = [
         f"# Simulation: {meta['world']}",
         "",
-        f"{meta['num_requests']} requests of {meta['trace']}: {meta['arrivals']}. Seed {meta['seed']}, commit "
-        f"{meta['commit']}. Remade by `{meta['command']}`.",
+        f"{meta['num_requests']} request{'s' * (meta['num_requests'] > 1)} of {meta['trace']}: {meta['arrivals']}. "
+        f"Seed {meta['seed']}, commit {meta['commit']}. Remade by `{meta['command']}`.",
         f"Prompts of {meta['mean_prompt_tokens']:.0f} and outputs of {meta['mean_output_tokens']:.0f} tokens on "
         f"average. Up to {meta['max_num_seqs']} requests at once, {meta['max_prefill_tokens']} prompt tokens per step.",
     ]
