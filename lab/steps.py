@@ -26,8 +26,7 @@ class StepLog:
     """
 
     def __init__(self, engine: Engine, *, with_laps: bool = True) -> None:
-        self._step_runner = engine.step_runner
-        self._with_laps = with_laps
+        self._step_runner, self._with_laps = engine.step_runner, with_laps
         self.start()
         engine.step_runner.observers.append(self._note)
 

@@ -91,8 +91,7 @@ class GrowingAnswer:
     def __init__(self, request: Request, params: SamplingParams, tokenizer: TextTokenizer, index: int) -> None:
         self.request = request
         self.has_news = False  # since the last snapshot: text, or the end
-        self._tokenizer = tokenizer
-        self._index = index
+        self._tokenizer, self._index = tokenizer, index
         self._wants_logprobs = params.logprobs is not None
         self.stream = AnswerStream(
             tokenizer,

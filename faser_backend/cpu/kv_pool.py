@@ -30,8 +30,7 @@ class KvPool:
 
     def __init__(self, spec: ModelSpec, num_blocks: int, kv_block_size: int, *, dtype: str = "fp32") -> None:
         """dtype: one of DTYPES. Raises ConfigError if the pool does not fit into memory."""
-        self.num_blocks = num_blocks
-        self.kv_block_size = kv_block_size
+        self.num_blocks, self.kv_block_size = num_blocks, kv_block_size
         shape = (spec.num_layers, 2, spec.num_kv_heads, num_blocks, kv_block_size, spec.head_dim)
         try:
             self.storage = aligned_zeros(shape, DTYPES[dtype])

@@ -98,8 +98,7 @@ class Engine:
         self.bind_thread, self.behind = ports.bind_thread, ports.behind
         self.step_runner = step_runner  # public: observers of steps and other policies are set here
         self._scheduler = step_runner.scheduler
-        self._ports = ports
-        self._max_queue_size = max_queue_size
+        self._ports, self._max_queue_size = ports, max_queue_size
         self._inbox: deque[Sequence] = deque()
         self._endings: deque[tuple[str, FinishReason]] = deque()
         self._live: set[str] = set()  # submitted and not yet ended, guarded by _condition

@@ -20,8 +20,7 @@ class Verifier:
     """Verifies with one runner at a time."""
 
     def __init__(self, sampler: Sampler, times: PhaseTimes) -> None:
-        self._sampler = sampler
-        self._times = times
+        self._sampler, self._times = sampler, times
 
     def verify(
         self, runner: ModelRunner, batch: DecodeBatch, frontier: Frontier, pruner: Pruner | None

@@ -101,9 +101,7 @@ class ChainRecorder:
     num_candidates = NUM_CANDIDATES
 
     def __init__(self, exits: frozenset[int], num_draft_tokens: int, group_of: dict[str, int]) -> None:
-        self.exits = exits
-        self._width = num_draft_tokens
-        self._group_of = group_of
+        self.exits, self._width, self._group_of = exits, num_draft_tokens, group_of
         self._exit_margins: dict[int, np.ndarray] = {}
         self.records: list[Chains] = []  # of the steps that drafted
 

@@ -177,8 +177,7 @@ class Bench:
     def __init__(
         self, runtime: AnyRuntime, models: ModelPair, cases: dict[str, list[Case]], *, max_sweeps: int, seed: int
     ) -> None:
-        self._runtime = runtime
-        self._max_sweeps = max_sweeps
+        self._runtime, self._max_sweeps = runtime, max_sweeps
         self._swept_s = self._waited_s = 0.0
         self.is_bounded = False  # after twice a partition's time, leaves out calls beyond the fewest that can be fitted
         self.is_cut = False  # it has left out some

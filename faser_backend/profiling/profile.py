@@ -69,9 +69,7 @@ class StepMeter:
     """
 
     def __init__(self, runtime: AnyRuntime, make_engine: MakeEngine, effort: Effort, seed: int) -> None:
-        self._runtime = runtime
-        self._make_engine = make_engine
-        self._effort = effort
+        self._runtime, self._make_engine, self._effort = runtime, make_engine, effort
         self._rng = np.random.default_rng(seed)
         self._times: dict[tuple[int, int], list[tuple[float, float]]] = {}  # by draft tokens and sequences
 

@@ -91,8 +91,7 @@ class EngineLoop:
         self._lock = threading.RLock()  # the collector may end an abandoned stream in the midst of it
         self._routes: dict[str, _Route] = {}  # by request id
         self._failure: str | None = None
-        self._is_closing = False
-        self._is_refusing = False
+        self._is_closing = self._is_refusing = False
         self._prepared: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
         self._thread.start()

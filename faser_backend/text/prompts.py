@@ -66,8 +66,7 @@ class ChatRenderer:
     """
 
     def __init__(self, template: str | None, special_tokens: Mapping[str, str]) -> None:
-        self._template = template
-        self._special_tokens = dict(special_tokens)
+        self._template, self._special_tokens = template, dict(special_tokens)
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None

@@ -31,9 +31,8 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompts: PromptFormat | None = None, file: Path | None = None) -> None:
         """file: of the tokenizer, from which another process can load it."""
-        self._tokenizer = tokenizer
+        self._tokenizer, self.file = tokenizer, file
         self.prompts = prompts or PromptFormat()
-        self.file = file
         self._chat = ChatRenderer(self.prompts.chat_template, self.prompts.special_tokens)
 
     @classmethod

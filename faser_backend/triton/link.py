@@ -187,9 +187,7 @@ class LinkServer:
     """
 
     def __init__(self, loop: EngineLoop, handshake: Handshake, path: Path) -> None:
-        self._loop = loop
-        self._handshake = handshake
-        self._path = path
+        self._loop, self._handshake, self._path = loop, handshake, path
         self._served: list[_ServedFrontend] = []
         remove_stale_sockets(path.parent)
         fresh = path.with_suffix(".new")

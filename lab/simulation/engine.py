@@ -169,8 +169,7 @@ class OraclePolicy(WithoutLearning):
     """
 
     def __init__(self, outcomes: Outcomes, costs: CostModel) -> None:
-        self._outcomes = outcomes
-        self._costs = costs
+        self._outcomes, self._costs = outcomes, costs
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         accepted = np.array([min(self._num_accepted(sequence), MAX_ADAPTIVE_TOKENS) for sequence in sequences])

@@ -57,8 +57,7 @@ class SimLanes:
     """core.ports.Lanes: both phases start at once, after the hand-over, and have ended at the later of their ends."""
 
     def __init__(self, clock: SimClock, hand_over_us: float) -> None:
-        self._clock = clock
-        self._hand_over_us = hand_over_us
+        self._clock, self._hand_over_us = clock, hand_over_us
 
     def run_both(self, verify: Callable[[], Verified], propose: Callable[[], Proposed]) -> tuple[Verified, Proposed]:
         self._clock.advance_us(self._hand_over_us)
@@ -85,15 +84,12 @@ class SimRunner:
         exits: frozenset[int],
     ) -> None:
         assert len(num_layers) == len(costs.segments[model, partition]), "one cost per segment"
-        self.num_segments = len(num_layers)
-        self.num_layers = num_layers
+        self.num_segments, self.num_layers = len(num_layers), num_layers
         self.exits = exits
         self.vocab_size = VOCAB_SIZE
         self.max_logit_rows: int | None = None
         self.max_mixed_rows = 0 if costs.is_padded else None  # padded attention would pad every sequence to a chunk
-        self._model = model
-        self._costs = costs
-        self._clock = clock
+        self._model, self._costs, self._clock = model, costs, clock
         self._predict = cache(partial(costs.call_us, model, partition))
         self._has_keys = any(each.keys.values_us.any() or each.cell_key_us for each in costs.segments[model, partition])
 

@@ -56,8 +56,7 @@ class BlockLayer(nn.Module):
         super().__init__()
         self.input_layernorm = Norm(spec.hidden_size, spec.rms_eps)
         self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_eps)
-        self.self_attn = BlockAttention(spec)
-        self.mlp = Mlp(spec)
+        self.self_attn, self.mlp = BlockAttention(spec), Mlp(spec)
 
     def forward(self, x: Tensor, view: View) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), view)

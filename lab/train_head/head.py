@@ -86,8 +86,7 @@ class MidLayer(nn.Module):
         self.input_layernorm = Norm(spec.hidden_size, spec.rms_eps)
         self.hidden_norm = Norm(spec.hidden_size, spec.rms_eps)
         self.post_attention_layernorm = Norm(spec.hidden_size, spec.rms_eps)
-        self.self_attn = Attention(spec)
-        self.mlp = Mlp(spec)
+        self.self_attn, self.mlp = Attention(spec), Mlp(spec)
 
     def forward(
         self, embedded: Tensor, hidden: Tensor, cos: Tensor, sin: Tensor, earlier: list[tuple[Tensor, Tensor]]
