@@ -14,6 +14,7 @@ import os
 import statistics
 import time
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 
@@ -77,5 +78,4 @@ def main() -> None:
         print(f"a prompt of {count} tokens {middle:8.2f} ms")
     if args.json:
         rows_ms = {count: middle for count, (_, middle, _) in quartiles.items()}
-        found = {"weights_ms": floor_ms, "rows_ms": rows_ms, "prompt_ms": prompt_ms}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps({"weights_ms": floor_ms, "rows_ms": rows_ms, "prompt_ms": prompt_ms}) + "\n")
