@@ -179,8 +179,7 @@ class CostModel:
         """Returns the microseconds [N] of the calls that draft `length` tokens of each sequence."""
         num_calls, tokens = (length, num_sequences) if self.num_idle is None else (1, num_sequences * length)
         rows = tokens + num_sequences * (self.num_idle or 0)
-        call_us = self.call_us(DRAFT, partition, rows, num_sequences, context_tokens, num_logit_rows=tokens)
-        return num_calls * call_us
+        return num_calls * self.call_us(DRAFT, partition, rows, num_sequences, context_tokens, num_logit_rows=tokens)
 
 
 # -- times of a batch, corrected by what was measured ------------------------------------------------------------

@@ -66,8 +66,7 @@ class GridProcess:
         limit = OUTLIER_STDS * variance**0.5
         surprise = min(max(value - float(weights @ self.mean), -limit), limit)
         self.mean += direction * (surprise / variance)
-        direction /= variance**0.5
-        self.covariance -= direction[:, None] * direction
+        self.covariance -= direction[:, None] * (direction / variance)
 
 
 class GpLcb:

@@ -41,7 +41,8 @@ BONUS = 0.08  # share of its speed, without tests; it fades. Once the draft rest
 # joins or leaves. In a burst, when the batch changes at every step, weighing must not delay the requests that wait.
 DRAFTING_CHANGE, PLAIN_CHANGE = 1 / 8, 1.0
 OPTIMISM = 0.7  # about calls of sizes that were not seen, without a profile; see TimeErrors
-LEFT_SHARE = 0.5  # expected share of the tokens that requests may still emit, because answers end early
+# Guesses: the share of answers that end before their limit, and their tokens; how much an answer that ended moves both.
+EARLY_SHARE, USUAL_ANSWER, ANSWER_SHARE = 0.5, 128.0, 0.1
 
 
 class ThroughputPolicy:
@@ -59,7 +60,7 @@ class ThroughputPolicy:
         self._yield = candidates.ChainYield()
         self._predicted = BatchTimesCache(self.costs, MAX_ADAPTIVE_TOKENS)
         self._reading_us = 0.0  # of the draft, per emitted token
-        self._mean_answer = math.inf  # tokens, of requests that ended before their limit: others tell nothing
+        self._early_share, self._mean_answer = EARLY_SHARE, USUAL_ANSWER
         self._weighed = self._ready = list[RunningSequence]()  # the last; those that were decided about
         self._times: dict[tuple[int, str], BatchTimes] = {}  # corrected, by size and partition, as last weighed
         self.chosen: Score | None = None  # explorations aside
@@ -139,12 +140,13 @@ class ThroughputPolicy:
         return 1.0 / (us if score.mode is None else us + self._reading_us)
 
     def _weigh_reading(self, sequences: Sequence[RunningSequence]) -> float:
-        """Divides the time in which the draft reads prompts by the tokens of the answers. Returns how many tokens these
-        requests will emit yet, as expected."""
-        for ended in filter(None, (s.num_output_tokens for s in self._weighed if s.slot < 0 < s.num_remaining_tokens)):
-            self._mean_answer = ended if math.isinf(self._mean_answer) else 0.9 * self._mean_answer + 0.1 * ended
-        self._weighed = list(sequences)
-        num_left = sum(min(LEFT_SHARE * each.num_remaining_tokens, self._mean_answer) for each in sequences)
+        """Divides the draft's time of reading prompts by the answers' tokens. Returns the tokens that will come yet."""
+        for ended in (each for each in self._weighed if each.slot < 0 and each.num_output_tokens):
+            is_early = ended.num_remaining_tokens > 0
+            self._early_share += ANSWER_SHARE * (is_early - self._early_share)
+            self._mean_answer += ANSWER_SHARE * is_early * (ended.num_output_tokens - self._mean_answer)
+        self._weighed, limits = list(sequences), [each.num_remaining_tokens for each in sequences]
+        num_left = sum(limit - self._early_share * max(limit - self._mean_answer, 0.0) for limit in limits)
         num_emitted = num_left + sum(each.num_output_tokens for each in sequences)
         num_prompt = sum(max(each.num_prompt_tokens - each.stats.num_reused_tokens, 0) for each in sequences)
         self._reading_us = self._read_us * num_prompt / num_emitted
