@@ -97,6 +97,10 @@ def test_goodput_drafts_one_length(policy: str, trims: bool, monkeypatch: pytest
     assert all(len(set(each.num_draft_tokens)) < 2 for each in decisions)
 
 
+def test_answers_that_reach_their_limit_pay_for_the_reading_of_prompts():
+    assert run(WORLDS["head, 8"], "faser", seed=0)["num_drafted"] > 300
+
+
 def test_explores_speculation_within_its_share_of_the_time(monkeypatch: pytest.MonkeyPatch):
     records = steps_of(WORLDS["plain is best, 16"], "faser", monkeypatch)
     has_drafted = np.array([record.frontier.num_drafted.any() for record in records])
@@ -291,15 +295,13 @@ def test_predictions_adapt_though_every_step_reads_a_prompt(is_mixed: bool, slow
 
 def test_drafting_beside_a_verification_is_compared_with_what_was_drafted():
     """Trimmed chains end before their planned length."""
-    model = costs(200.0, 1000.0, 10.0)
-    errors, known, both = TimeErrors(), BatchTimesCache(model, 8), sequences(2)
+    errors, known, both = TimeErrors(), BatchTimesCache(costs(200.0, 1000.0, 10.0), 8), sequences(2)
     record = step_record(both, [2] * 2, [1] * 2)
     plan = replace(record.plan, drafts=both, num_ahead_tokens=[8] * 2)
     chains = Frontier(np.zeros((2, 3), np.int64), np.array([3, 1]), np.array([4, 2]))
     us = known.of(2, 32, WHOLE).chains_us(chains.num_drafted)
-    errors.observe_step(
-        replace(record, plan=plan, ahead=InFlight(both, chains), propose_us=us), known, learns_draft=True
-    )
+    record = replace(record, plan=plan, ahead=InFlight(both, chains), propose_us=us)
+    errors.observe_step(record, known, learns_draft=True)
     assert errors.ratios(DRAFT, WHOLE, np.zeros(1)) == pytest.approx(1.0)
 
 
@@ -311,10 +313,8 @@ def test_a_gpu_that_reads_prompts_does_not_seem_to_draft_slowly(
     learned: list[str] = []
     monkeypatch.setattr(TimeErrors, "observe", lambda _, model, *times: learned.append(model))
     model = replace(costs(200.0, 1000.0, 10.0), drafts_at_once=at_once)
-    policy, record = (
-        ThroughputPolicy(Knowledge(model), with_modes=False),
-        step_record(sequences(2), [2] * 2, [1] * 2, us=2e3),
-    )
+    policy = ThroughputPolicy(Knowledge(model), with_modes=False)
+    record = step_record(sequences(2), [2] * 2, [1] * 2, us=2e3)
     record.plan.prefills = [PrefillChunk(each, 0, 3) for each in record.plan.decodes]
     for read_us in (0.0, 0.0, 0.0, 50.0, 0.0, 0.0):  # the first two find cold caches
         policy.observe(replace(record, draft_prefill_us=read_us))
