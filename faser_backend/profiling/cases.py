@@ -79,10 +79,9 @@ def choose_cases(model: str, max_context: int, rng: np.random.Generator, share: 
     cases = _uniform_grid(model, max_context) + _prefill_grid(max_context)
     cases += [_random_case(model, max_context, rng) for _ in range(NUM_RANDOM)]
     num_chosen = min(max(round(share * len(cases)), MIN_CASES), len(cases))
-    # Spread evenly over the grid, ends included: the fit cannot extrapolate. One request's calls are always there, as
-    # they are what most often decides, and every kernel has a speed of its own for so few rows.
-    context = min(2 * MIN_CONTEXT, max_context // 2)
-    alone = [Case((count,), context, 1 if model == DRAFT else count) for count in (1, 2, 3, 4, 5) if count <= context]
+    # Spread evenly over the grid, ends included: the fit cannot extrapolate. One request's calls are always there: each
+    # number of so few rows has a speed of its own.
+    alone = [Case((n,), MIN_CONTEXT, 1 if model == DRAFT else n) for n in range(1, 6) if MIN_CONTEXT + n <= max_context]
     return alone + [cases[i] for i in np.linspace(0, len(cases) - 1, num_chosen).round().astype(int)]
 
 

@@ -62,8 +62,8 @@ WALL = "wall"
 
 
 class StepMeter:
-    """Times steps of the real engine in one thread, greedily: a draft that seems too dear rests and teaches nothing,
-    while one that seems too cheap is tried, and what sampling adds is learned.
+    """Times steps of the real engine in one thread, greedily: a draft that seems too slow rests and teaches nothing,
+    while one that seems too fast is tried, and what sampling adds is learned.
 
     Plain steps are collected in several visits during a profile: a shared machine can be slow for seconds, which the
     quick steps of all visits leave out. With medians, other work made the first draft call of a round seem 7 ms slow.
