@@ -22,7 +22,6 @@ from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge
 from faser_backend.policy.throughput_policy import MIN_INTERVAL, ThroughputPolicy
 from tests.support.harness import guessed, request, step_record
 
-SERIAL = PipelineMode.SERIAL
 WORLDS = {world.name: world for world in all_worlds()}
 
 
@@ -173,7 +172,7 @@ def test_a_draft_that_rested_wakes_when_it_catches_up_cheaply():
     reading = replace(truth.segments[DRAFT, WHOLE][0], logit_row_us=500.0)
     known = Knowledge(replace(truth, segments={**truth.segments, (DRAFT, WHOLE): (reading,)}))
     policy = ThroughputPolicy(known, with_modes=False)
-    for size, mode in ((64, None), (4, SERIAL)):
+    for size, mode in ((64, None), (4, PipelineMode.SERIAL)):
         for _ in range(MIN_INTERVAL):
             ready = sequences(size, prompt=200, max_tokens=200)
             policy.decide(ready)
@@ -312,9 +311,8 @@ def test_a_gpu_that_reads_prompts_does_not_seem_to_draft_slowly(
     """It reads on while the host waits for draft tokens, in the next step too. Elsewhere the reading is learned."""
     learned: list[str] = []
     monkeypatch.setattr(TimeErrors, "observe", lambda _, model, *times: learned.append(model))
-    model = replace(costs(200.0, 1000.0, 10.0), drafts_at_once=at_once)
-    policy = ThroughputPolicy(Knowledge(model), with_modes=False)
-    record = step_record(sequences(2), [2] * 2, [1] * 2, us=2e3)
+    known = Knowledge(replace(costs(200.0, 1000.0, 10.0), drafts_at_once=at_once))
+    policy, record = ThroughputPolicy(known, with_modes=False), step_record(sequences(2), [2] * 2, [1] * 2, us=2e3)
     record.plan.prefills = [PrefillChunk(each, 0, 3) for each in record.plan.decodes]
     for read_us in (0.0, 0.0, 0.0, 50.0, 0.0, 0.0):  # the first two find cold caches
         policy.observe(replace(record, draft_prefill_us=read_us))

@@ -4,13 +4,15 @@ The server is started here as in NVIDIA's container, without `faser serve`.
 """
 
 import json
+import os
 import shutil
+import signal
 import string
 import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,17 +62,17 @@ def fill(config: Path, values: dict[str, str]) -> None:
 @contextmanager
 def tritonserver(folder: Path) -> Iterator[tuple[int, int]]:
     """Starts tritonserver itself on folder/model_repo, as in a container. Yields its HTTP and gRPC ports."""
-    install = server.find_triton()
-    options = on_free_ports()
+    install, options, log = server.find_triton(), on_free_ports(), (folder / "log").open("w")
     command = [word for word in server.server_command(install, folder, options) if "auto-complete" not in word]
-    log = (folder / "log").open("w")
-    environment, errors = server.server_environment(install), subprocess.STDOUT
-    process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
+    common = {"env": server.server_environment(install), "stdout": log, "stderr": subprocess.STDOUT}
+    process = subprocess.Popen(command, **common, process_group=0)  # with its stubs, which an abort leaves behind
     try:
         deadline = time.monotonic() + 240  # eight processes load Python, on a machine that may be busy
         while True:
             if process.poll() == -6:  # aborted by the race of server.LOCK_ERROR
-                process = subprocess.Popen(command, env=environment, stdout=log, stderr=errors)
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process = subprocess.Popen(command, **common, process_group=0)
             assert process.poll() is None and time.monotonic() < deadline, (folder / "log").read_text()[-3000:]
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{options.http_port}/v2/health/ready", timeout=1).close()
