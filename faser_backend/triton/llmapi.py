@@ -45,15 +45,15 @@ class LlmApiContract(InflightBatcherContract):
         prompts = tensors.get("text_input")
         if prompts is not None and prompts.size > 1:
             raise RequestError("text_input", list(prompts.shape), "one prompt per request: must hold exactly 1 value")
-        ours = {_INPUTS.get(name, name.removeprefix(_PREFIX)): array for name, array in tensors.items()}
+        sent = {_INPUTS.get(name, name.removeprefix(_PREFIX)): name for name in tensors}  # ours -> theirs
+        ours = {name: tensors[theirs] for name, theirs in sent.items()}
         ours.setdefault("exclude_input_in_output", np.array([True]))
         ours.setdefault("max_tokens", np.array([DEFAULT_MAX_TOKENS], np.int32))
         try:
             (parsed,) = parse_requests(ours, request_id, handshake, is_decoupled=is_decoupled, is_llm_api=True)
         except RequestError as error:
-            for name in tensors:
-                if _INPUTS.get(name, name.removeprefix(_PREFIX)) == error.field != name:
-                    error.blame(name)
+            if (theirs := sent.get(error.field or "", "")) not in ("", error.field):
+                error.blame(theirs)
             raise
         flags = frozenset(name for name, flag in _FLAGGED.items() if read_scalar(tensors, flag, default=False))
         return [replace(parsed, includes_stop=False, accumulates_text=True, extra_outputs=flags)]
