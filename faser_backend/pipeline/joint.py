@@ -58,7 +58,7 @@ class JointProposer:
         is_sampled = np.array([not each.request.sampling.is_greedy for each in batch.sequences], np.bool_)
         takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
         self.times.lap("draft_lookup")
-        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
+        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes & proposal.asks_model)
         takes |= ~asked & (found.num_drafted > 0)
         drafted = Frontier.empty(len(batch))
         if asked.any():

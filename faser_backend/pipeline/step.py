@@ -200,7 +200,7 @@ class StepRunner:
         trim, pruner = plan.decision.trim, plan.decision.pruner
         num_candidates = 0 if pruner is None else pruner.num_candidates
         lengths = np.array(num_draft_tokens, np.int64)
-        proposal = Proposal(lengths, behind, trim, num_candidates)
+        proposal = Proposal(lengths, behind, trim, num_candidates, plan.decision.asks_model)
         frontier = self.proposer.propose(self.partitions[plan.decision.partition], batch, proposal)
         if trim is None:
             return frontier

@@ -20,17 +20,7 @@ from faser_backend.policy.speculation import MAX_DRAFT_TOKENS, Knowledge, Specul
 from faser_backend.policy.throughput_policy import ThroughputPolicy
 
 
-class WithoutLearning:
-    """A policy that learns nothing and never asks for a part of the device."""
-
-    is_drafting = True
-    partitions = (WHOLE,)
-
-    def observe(self, record: StepRecord) -> None:
-        """Nothing to learn."""
-
-
-class FixedLength(WithoutLearning):
+class FixedLength(SpeculationPolicy):
     """The same number of draft tokens for every request and step (vLLM's num_speculative_tokens); 0: plain decoding."""
 
     def __init__(self, num_draft_tokens: int) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from faser_backend.core.decision import Decision
+from faser_backend.core.decision import WHOLE, Decision
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import MarginCounts
@@ -25,14 +25,17 @@ MAX_DRAFT_LAG = 4
 
 
 class SpeculationPolicy(Protocol):
-    """Chooses what to draft. is_drafting: False means that no draft model is needed."""
+    """Chooses what to draft. is_drafting: False means that no draft model is needed.
 
-    is_drafting: bool
+    A class that inherits from this one drafts on the whole device and learns nothing, unless it says otherwise.
+    """
+
+    is_drafting: bool = True
 
     @property
     def partitions(self) -> tuple[str, ...]:
         """The partitions that decisions may name."""
-        ...
+        return (WHOLE,)
 
     def decide(self, sequences: Sequence[RunningSequence], num_prefilling: int = 0) -> Decision:
         """Returns the decision for the sequences that are ready to decode, at least one.

@@ -27,8 +27,7 @@ from faser_backend.manifest import EngineManifest
 from faser_backend.pipeline.engine import Engine
 from faser_backend.policy.calibration import KINDS, MarginCounts, MatchCalibration, logits, sigmoid
 from faser_backend.policy.early_exit import NUM_CANDIDATES, ExitCalibration
-from faser_backend.policy.registry import WithoutLearning
-from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS
+from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, SpeculationPolicy
 from faser_backend.serving.profile_store import Calibration
 from faser_backend.text.prompts import PromptFormat, read_prompts
 from faser_backend.text.tokenizer import TextTokenizer
@@ -85,7 +84,7 @@ class Chains:
         )
 
 
-class ProbePolicy(WithoutLearning):
+class ProbePolicy(SpeculationPolicy):
     """A policy for measuring: a fixed length for all sequences, and one pruner."""
 
     def __init__(self, num_draft_tokens: int, pruner: Pruner | None = None) -> None:

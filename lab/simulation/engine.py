@@ -27,7 +27,7 @@ from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.ngram import NgramProposer
 from faser_backend.pipeline.propose import Proposer
 from faser_backend.policy.cost_model import DRAFT, TARGET, CostModel
-from faser_backend.policy.registry import WithoutLearning, make_policy
+from faser_backend.policy.registry import make_policy
 from faser_backend.policy.speculation import MAX_ADAPTIVE_TOKENS, Knowledge, SpeculationPolicy
 
 KV_BLOCK_SIZE = 16
@@ -159,7 +159,7 @@ def _partitions(world: World, clock: SimClock, *, is_drafting: bool) -> dict[str
     }
 
 
-class OraclePolicy(WithoutLearning):
+class OraclePolicy(SpeculationPolicy):
     """The oracle: drafts exactly the tokens that will be accepted, and so verifies only rows that emit one.
 
     A SpeculationPolicy that reads the planted outcomes, which none that serves can know. Of what will be accepted it
