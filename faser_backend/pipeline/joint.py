@@ -1,7 +1,7 @@
 """Drafting by look-ups and by a draft model: each request's chain comes from the one that promises more.
 
 The look-up is made first, for all. The draft model is asked for those sequences alone that it promises more for
-(policy/calibration.py), and reads then what it has missed of them.
+(policy/calibration.py), and reads then what it has missed of them. While it rests, look-ups draft alone.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class JointProposer:
 
     def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray) -> np.ndarray:
         """Returns bool [B]: which of the sequences `asked` [B] the draft has read, up to its max_lag tokens."""
-        budget, chunks = self._max_prefill_tokens, []
-        ready = asked.copy()
+        budget, chunks, ready = self._max_prefill_tokens, [], asked.copy()
         for row in np.flatnonzero(asked):
             sequence = batch.sequences[row]
             lag = sequence.num_tokens - sequence.draft_len

@@ -228,8 +228,8 @@ class ThroughputPolicy:
     # -- learning -------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        asks_model = record.plan.decision.asks_model
-        has_drafted = asks_model and (record.frontier.drafted.shape[1] > 0 or bool(record.plan.drafts))
+        plan, has_chains = record.plan, record.frontier.drafted.shape[1] > 0
+        has_drafted = plan.decision.asks_model and (has_chains or bool(plan.drafts))
         self._explorer.observe(record, has_drafted=has_drafted)
         self._num_observed += 1
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
