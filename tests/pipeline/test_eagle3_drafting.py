@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import numpy as np
@@ -64,6 +64,16 @@ def tokens_of(built: AnyBuilt, policy: str, requests: list[Request], **options: 
     return tokens
 
 
+@cache
+def plain_tokens(built: AnyBuilt, *, is_greedy: bool = False, num_shared: int = 0) -> dict[str, list[int]]:
+    return tokens_of(built, "none", make_requests(is_greedy=is_greedy, num_shared=num_shared))
+
+
+@cache
+def reference_chain(built: AnyBuilt, tokens: tuple[int, ...], count: int) -> list[int]:
+    return built.chain_behind(np.array(tokens), count)
+
+
 class ChainChecker:
     """Compares every chain that an engine verifies with the reference's, look-ups aside."""
 
@@ -79,7 +89,7 @@ class ChainChecker:
             count, num_tokens = int(frontier.num_drafted[row]), int(record.num_tokens[row])
             assert count == 0 or num_tokens > 1
             if count:
-                wanted = self.built.chain_behind(sequence.token_ids[:num_tokens].copy(), count)
+                wanted = reference_chain(self.built, tuple(sequence.token_ids[:num_tokens].tolist()), count)
                 self.num_equal += frontier.drafted[row, :count].tolist() == wanted
                 self.num_chains += 1
 
@@ -92,20 +102,16 @@ def checked(built: AnyBuilt, policy: str, **options: object) -> tuple[Engine, Ch
 
 
 def check_chains(
-    built: AnyBuilt,
-    requests: list[Request],
-    policy: str,
-    prepare: Callable[[Engine], None] = lambda engine: None,
-    **options: object,
+    built: AnyBuilt, policy: str, prepare: Callable[[Engine], None] = lambda engine: None, **options: object
 ) -> EngineMetrics:
     """Asserts that chains are the reference's, and tokens those of plain decoding."""
     engine, checker = checked(built, policy, **options)
     prepare(engine)
-    tokens = drive(engine, requests).tokens
+    tokens = drive(engine, make_requests(is_greedy=True)).tokens
     metrics = engine.metrics()
     engine.close()
     assert checker.num_equal == checker.num_chains > 10
-    assert tokens == tokens_of(built, "none", requests)
+    assert tokens == plain_tokens(built, is_greedy=True)
     return metrics
 
 
@@ -133,14 +139,14 @@ def prune(engine: Engine, **decisions: bool) -> None:
 )
 def test_every_chain_is_the_reference_s(built: AnyBuilt, lengths: tuple[int, ...], options: dict[str, object]) -> None:
     prepare = partial(set_lengths, lengths)
-    metrics = check_chains(built, make_requests(is_greedy=True), "fixed:4", prepare, **options)
+    metrics = check_chains(built, "fixed:4", prepare, **options)
     assert (metrics.num_preemptions > 0) == bool(options)
 
 
 def test_chains_beside_look_ups_are_the_reference_s(built: AnyBuilt, monkeypatch: pytest.MonkeyPatch) -> None:
     """The head reads later what it missed while n-grams drafted; tokens equal plain decoding's."""
     monkeypatch.setattr(DrafterChoice, "takes_look_up", lambda self, found, *_: found.num_drafted > 0)
-    metrics = check_chains(built, make_requests(is_greedy=True), "fixed:3", draft="model+ngram")
+    metrics = check_chains(built, "fixed:3", draft="model+ngram")
     assert metrics.num_drafted_by_source["ngram"] > 10
 
 
@@ -148,7 +154,7 @@ def test_chains_beside_look_ups_are_the_reference_s(built: AnyBuilt, monkeypatch
 def test_clients_chains_go_beside_a_head_s(built: AnyBuilt, shift: int) -> None:
     """Right ones and those that go wrong somewhere. The head has not run them: it catches up from the target's states,
     and what it drafts behind them is the reference's."""
-    expected = tokens_of(built, "none", make_requests(is_greedy=True))
+    expected = plain_tokens(built, is_greedy=True)
     requests = make_requests(is_greedy=True)
     for index in range(0, len(requests), 2):
         right = expected[requests[index].request_id][:6]
@@ -195,14 +201,13 @@ def test_rows_that_leave_at_an_exit_leave_no_hole(built: AnyBuilt, prefills_draf
     """A pruned row has the features of the layers before the exit alone; its token is not committed with it. And a
     head that has read no prompt catches up before it drafts."""
     pruning = partial(prune, prefills_draft=prefills_draft)
-    assert check_chains(built, make_requests(is_greedy=True), "fixed:5", pruning).num_pruned > 0
+    assert check_chains(built, "fixed:5", pruning).num_pruned > 0
 
 
 @pytest.mark.parametrize("policy", ["fixed:4", "goodput", "survival", "faser", "gp-lcb"])
 @pytest.mark.parametrize("options", [{}, {"num_kv_blocks": 32, "draft": "model+ngram"}, {"pipeline": "run_ahead"}])
 def test_tokens_equal_plain_decoding(built: AnyBuilt, policy: str, options: dict[str, object]) -> None:
-    requests = make_requests(num_shared=9)
-    assert tokens_of(built, policy, requests, **options) == tokens_of(built, "none", requests)
+    assert tokens_of(built, policy, make_requests(num_shared=9), **options) == plain_tokens(built, num_shared=9)
 
 
 def test_overlap_is_refused_with_its_reason(built: AnyBuilt, caplog: pytest.LogCaptureFixture) -> None:
@@ -213,8 +218,7 @@ def test_overlap_is_refused_with_its_reason(built: AnyBuilt, caplog: pytest.LogC
 
 
 def test_rejection_sampling_takes_a_head_s_distribution(built: AnyBuilt) -> None:
-    requests = make_requests(is_greedy=True)
-    plain = tokens_of(built, "none", requests)
-    assert tokens_of(built, "fixed:4", requests, acceptance="rejection") == plain
+    greedy = tokens_of(built, "fixed:4", make_requests(is_greedy=True), acceptance="rejection")
+    assert greedy == plain_tokens(built, is_greedy=True)
     sampled = tokens_of(built, "fixed:4", make_requests(), acceptance="rejection")
     assert {len(tokens) for tokens in sampled.values()} == {16}
