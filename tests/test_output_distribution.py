@@ -43,7 +43,7 @@ from tests.support.forcing import (
 from tests.support.harness import BLOCK, FakeEngine, drive, guessed, open_fake, request
 
 SERIAL, RUN_AHEAD, PING_PONG = PipelineMode
-VOCAB, LENGTH, COUNT = 4, 3, 1500
+VOCAB, LENGTH, COUNT = 4, 3, 1100
 LAYERS = (1, 1, 1)
 PASSES, FAILS = 1e-3, 1e-6
 PROMPT, SURE = [1, 3], 2
@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[World, list[tuple[Any, str, Any]]]] = {
     "pruning by later tokens": (World(forced(pruner=peeking(num_candidates=3)), "fixed:3"), []),
     # The best set of rows over whole chains is right for sample-and-match, but it judges row 1 by token 2.
     "trimming by later tokens": (
-        World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=2500),
+        World(forced(trim=STEPPED), "fixed:3", num_at_once=1, count=2100),
         [(step, "admit_by_price", trim.admit)],
     ),
     "sampled afresh before a pruned row": (

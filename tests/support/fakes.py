@@ -118,21 +118,15 @@ class HashRunner:
             raise RuntimeError("the fake was told to fail")
 
     def _write_and_read(self, segment: int, rows: RowBatch) -> list[np.ndarray]:
-        pool, prefixes = self.pools[segment], []
-        for index in range(rows.num_sequences):
-            table, start = rows.block_tables[index], int(rows.context_lens[index])
-            own = rows.token_ids[int(rows.cu_rows[index]) : int(rows.cu_rows[index + 1])]
-            positions = np.arange(start, start + own.size)
-            pool[table[positions // self.block_size], positions % self.block_size] = own
-            tokens = self._read(pool, table, start + own.size)
-            prefixes += [tokens[: position + 1] for position in positions]
+        pool, prefixes, starts, bounds = self.pools[segment], [], rows.context_lens.tolist(), rows.cu_rows.tolist()
+        for table, start, begin, end in zip(rows.block_tables, starts, bounds, bounds[1:], strict=False):
+            positions = np.arange(start + end - begin)
+            blocks, offsets = table[positions // self.block_size], positions % self.block_size
+            pool[blocks[start:], offsets[start:]] = rows.token_ids[begin:end]
+            tokens = pool[blocks, offsets]
+            assert tokens.min(initial=0) >= 0, "a KV entry that was never written is read"
+            prefixes += [tokens[:length] for length in range(start + 1, tokens.size + 1)]
         return prefixes
-
-    def _read(self, pool: np.ndarray, table: np.ndarray, num_tokens: int) -> np.ndarray:
-        positions = np.arange(num_tokens)
-        tokens = pool[table[positions // self.block_size], positions % self.block_size]
-        assert (tokens >= 0).all(), "a KV entry that was never written is read"
-        return tokens
 
     def logits_after(self, tokens: np.ndarray) -> np.ndarray:
         """Returns logits [V]: one part depends on the last two tokens, another on all within memory."""
