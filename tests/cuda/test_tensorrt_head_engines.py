@@ -53,17 +53,17 @@ def test_half_precision_heads_run(tmp_path: Path) -> None:
 
 def test_chains_are_the_reference_s_and_tokens_plain_decoding_s(built: Built) -> None:
     """The pool holds one full context, so sequences are preempted."""
-    assert check_chains(built, make_requests(5, is_greedy=True), "fixed:4", num_kv_blocks=32).num_preemptions > 0
+    assert check_chains(built, "fixed:4", count=5, num_kv_blocks=32).num_preemptions > 0
 
 
 def test_calls_that_no_shape_holds_are_no_different(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such calls share a context, and each has its own hidden states."""
     monkeypatch.setattr("faser_backend.cuda.call_shapes.menu_shapes", lambda *_: [])
-    check_chains(built, make_requests(5, is_greedy=True), "fixed:4")
+    check_chains(built, "fixed:4", count=5)
 
 
 def test_rows_that_leave_at_an_exit_leave_no_hole(built: Built) -> None:
-    assert check_chains(built, make_requests(5, is_greedy=True), "fixed:5", prune).num_pruned > 0
+    assert check_chains(built, "fixed:5", prune, count=5).num_pruned > 0
 
 
 # -- negative controls ----------------------------------------------------------------------------------

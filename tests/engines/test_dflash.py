@@ -152,13 +152,13 @@ class Runners:
         self.drafter.close()
 
 
-def largest_error(built: BuiltBlocks) -> float:
-    """Returns the largest error of any logit or confidence over two rounds of blocks, of three ragged sequences read in
-    chunks."""
+def found_blocks(built: BuiltBlocks) -> list[tuple[np.ndarray, ...]]:
+    """Returns two rounds of blocks of three ragged sequences read in chunks, each with its sequence and drafted
+    tokens."""
     rng = np.random.default_rng(0)
     tokens = [rng.integers(0, VOCAB_SIZE, n) for n in (11, 23, 40)]
     tables = rng.permutation(NUM_BLOCKS)[:36].reshape(3, 12)
-    runners, errors = Runners(built.directory, built.manifest), []
+    runners, found = Runners(built.directory, built.manifest), []
     done = [0, 0, 0]
     for ends, lengths in (([6, 15, 38], [5, 2, 4]), ([10, 22, 39], [1, 5, 3])):
         for step in (7, 100):  # a round's context comes in two calls; it overwrites the block before
@@ -170,24 +170,30 @@ def largest_error(built: BuiltBlocks) -> float:
             done = [start + count for start, count in zip(done, counts, strict=True)]
         seen = [t[: end + 1] for t, end in zip(tokens, ends, strict=True)]
         drafted = [rng.integers(0, VOCAB_SIZE, length) for length in lengths]
-        for found, *block in zip(runners.blocks(seen, drafted, tables), seen, drafted, strict=True):
-            errors.append(np.abs(found - np.column_stack(built.block_of(*block))).max())
+        found += zip(runners.blocks(seen, drafted, tables), seen, drafted, strict=True)
     runners.close()
-    return float(max(errors))
+    return found
+
+
+def largest_error(built: BuiltBlocks, found: list[tuple[np.ndarray, ...]] | None = None) -> float:
+    """Returns the largest error of any logit or confidence."""
+    blocks = found or found_blocks(built)
+    return max(float(np.abs(block - np.column_stack(built.block_of(*given))).max()) for block, *given in blocks)
 
 
 def notices_faults(built: BuiltBlocks, error: float, factor: float = 10) -> None:
     """Compares blocks with the reference, and with one that has a fault or another tensor."""
-    assert largest_error(built) < error
+    found = found_blocks(built)
+    assert largest_error(built, found) < error
     faults = [("is_causal", True), ("normalises_context", False)]
     faults += [("num_idle", 1)] * built.reference.is_dspark + [("bias_lag", 1)] * built.reference.has_bias
     for fault, value in faults:
         setattr(built.reference, fault, value)
-        assert largest_error(built) > 10 * error, fault
+        assert largest_error(built, found) > 10 * error, fault
         delattr(built.reference, fault)
     for name, kept in list(built.reference.tensors.items()):
         built.reference.tensors[name] = kept.flatten().roll(1).view_as(kept) if kept.numel() > 1 else kept + 1
-        assert largest_error(built) > factor * error, name
+        assert largest_error(built, found) > factor * error, name
         built.reference.tensors[name] = kept
 
 

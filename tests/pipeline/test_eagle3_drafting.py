@@ -65,8 +65,8 @@ def tokens_of(built: AnyBuilt, policy: str, requests: list[Request], **options: 
 
 
 @cache
-def plain_tokens(built: AnyBuilt, *, is_greedy: bool = False, num_shared: int = 0) -> dict[str, list[int]]:
-    return tokens_of(built, "none", make_requests(is_greedy=is_greedy, num_shared=num_shared))
+def plain_tokens(built: AnyBuilt, count: int = 8, **kind: Any) -> dict[str, list[int]]:
+    return tokens_of(built, "none", make_requests(count, **kind))
 
 
 @cache
@@ -102,16 +102,21 @@ def checked(built: AnyBuilt, policy: str, **options: object) -> tuple[Engine, Ch
 
 
 def check_chains(
-    built: AnyBuilt, policy: str, prepare: Callable[[Engine], None] = lambda engine: None, **options: object
+    built: AnyBuilt,
+    policy: str,
+    prepare: Callable[[Engine], None] = lambda engine: None,
+    count: int = 8,
+    num_shared: int = 0,
+    **options: object,
 ) -> EngineMetrics:
-    """Asserts that chains are the reference's, and tokens those of plain decoding."""
+    """Asserts that chains of greedy requests are the reference's, and tokens those of plain decoding."""
     engine, checker = checked(built, policy, **options)
     prepare(engine)
-    tokens = drive(engine, make_requests(is_greedy=True)).tokens
+    tokens = drive(engine, make_requests(count, is_greedy=True, num_shared=num_shared)).tokens
     metrics = engine.metrics()
     engine.close()
     assert checker.num_equal == checker.num_chains > 10
-    assert tokens == plain_tokens(built, is_greedy=True)
+    assert tokens == plain_tokens(built, count, is_greedy=True, num_shared=num_shared)
     return metrics
 
 

@@ -104,12 +104,15 @@ class BuiltBlocks:
         parameters = dict(self.target_reference.named_parameters(remove_duplicate=False))
         ends = [parameters[name].detach() for name in ("model.embed_tokens.weight", "lm_head.weight")]
         self.reference = ReferenceDrafter(drafts, *ends)
+        self.known: dict[bytes, torch.Tensor] = {}
 
     def features(self, token_ids: np.ndarray) -> torch.Tensor:
         """Returns the target's hidden states for the drafter, side by side: [n, len(LAYERS) * hidden_size]."""
-        with torch.no_grad():
-            run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
-        return torch.cat([run.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
+        if (key := token_ids.tobytes()) not in self.known:
+            with torch.no_grad():
+                run = self.target_reference(torch.from_numpy(token_ids)[None], output_hidden_states=True)
+            self.known[key] = torch.cat([run.hidden_states[layer + 1][0] for layer in LAYERS], dim=-1)
+        return self.known[key]
 
     def block_of(self, token_ids: np.ndarray, drafted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns logits [n, VOCAB_SIZE] and confidences [n] of a block behind token_ids, whose last one is the anchor,
