@@ -143,8 +143,7 @@ def prune(engine: Engine, **decisions: bool) -> None:
     ],
 )
 def test_every_chain_is_the_reference_s(built: AnyBuilt, lengths: tuple[int, ...], options: dict[str, object]) -> None:
-    prepare = partial(set_lengths, lengths)
-    metrics = check_chains(built, "fixed:4", prepare, **options)
+    metrics = check_chains(built, "fixed:4", partial(set_lengths, lengths), **options)
     assert (metrics.num_preemptions > 0) == bool(options)
 
 
