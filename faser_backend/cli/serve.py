@@ -12,6 +12,7 @@ import typer
 from faser_backend.cli.build import MIN_CONTEXT, BuildOptions
 from faser_backend.cli.options import takes
 from faser_backend.core.config import EngineConfig, NamedDirectories, OptionTable, option
+from faser_backend.core.errors import ConfigError
 from faser_backend.serving import parameters as tables
 from faser_backend.serving.parameters import ADMIN_KEY_FILE, ModelOptions, OpenAIOptions, ServeOptions, ServingOptions
 
@@ -71,13 +72,14 @@ def serve(
         "engine_dir": directory.resolve(),
         "model_name": serving.model_name or name or directory.resolve().name,
         "chat_template": None if serving.chat_template is None else serving.chat_template.resolve(),
+        "stop_requests": serving.stop_requests or ("off" if where.expose_triton else "on"),
     }
-    stop_requests = serving.stop_requests or ("off" if where.expose_triton else "on")
-    serving = serving.model_copy(update={**resolved, "stop_requests": stop_requests})
+    serving = serving.model_copy(update=resolved)
     command = None
     if where.openai_port is not None:
         own = {"triton_metrics": f"{where.host}:{where.metrics_port}", "port": where.openai_port}
-        given = openai.model_dump() | own | model.model_dump(include={*LOGS.split()})
+        logs = model.model_dump(include={*LOGS.split()}, exclude_defaults=True)
+        given = openai.model_dump(exclude_defaults=True) | own | logs
         command = [sys.executable, "-m", "faser_backend.cli", "openai", *_as_arguments(given)]
     parameters = serving.as_parameters() | engine.as_parameters() | model.as_parameters()
     raise typer.Exit(serve_until_signalled(where, parameters, log_format=model.log_format, openai=command))
@@ -85,27 +87,27 @@ def serve(
 
 def _check_access(where: ServeOptions, openai: OpenAIOptions) -> None:
     """Raises ConfigError for options under which a server would not start, or would be open to strangers."""
-    from faser_backend.serving.parameters import check_host, restriction_options
     from faser_backend.triton.server import check_ports
 
-    check_host(where.host, is_exposed=where.expose_triton)
+    tables.check_host(where.host, is_exposed=where.expose_triton)
     check_ports(where.host, where.ports)
-    restriction_options(where.admin_key, where.restrict)
+    tables.restriction_options(where.admin_key, where.restrict)
     if where.openai_port is not None:
         from faser_backend.openai.server import callers_of
 
         callers_of(openai)
+    elif unused := openai.model_dump(exclude_defaults=True):
+        name, value = next(iter(unused.items()))
+        flag = name.replace("host", "openai_host").replace("_", "-")
+        raise ConfigError(f"--{flag} = {value}: is for OpenAI's API: give --openai-port too")
 
 
 def _as_arguments(options: Mapping[str, object]) -> list[str]:
-    """Returns the arguments that give these options, without those that are None or False."""
+    """Returns the arguments that give these options, none of which is None or False."""
     arguments = []
     for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if value is True:
-            arguments.append(flag)
-        elif value is not None and value is not False:
-            arguments += [f"{flag}={each}" for each in (value if isinstance(value, list) else [value])]
+        flag, values = f"--{name.replace('_', '-')}", value if isinstance(value, list) else [value]
+        arguments += [flag if each is True else f"{flag}={each}" for each in values]
     return arguments
 
 
@@ -126,11 +128,10 @@ def reload(*, options: ReloadOptions) -> None:
 
     Requests in progress finish on the old engines.
     """
-    from faser_backend.serving.parameters import read_admin_key
     from faser_backend.triton.launch import reload_engine
     from faser_backend.triton.server import Administration
 
-    administration = Administration(options.http, read_admin_key(options.admin_key_file))
+    administration = Administration(options.http, tables.read_admin_key(options.admin_key_file))
     before = reload_engine(
         administration, options.engine_dir, options.timeout, options.lora if options.lora or options.no_lora else None
     )

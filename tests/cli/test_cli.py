@@ -84,19 +84,20 @@ def test_bad_input_is_one_line_and_status_1(run, engine_dir, tmp_path, options, 
 
 def test_serve_refuses_before_it_starts_anything(run, engine_dir, tmp_path):
     target, gguf = engine_dir.parent / "pair" / "target", tmp_path / "some model.gguf"
-    for given, message in (
+    for given, *options, message in (
         (tmp_path / "new", "manifest.json: missing; build engines into this directory first"),
         (target, f"a checkpoint, no engine directory; run `faser serve {target}` or `faser build --target {target} "),
         (gguf, f"or `faser build --target '{gguf}' --output DIR`"),
         (target / "config.json", "config.json: a file, not an engine directory; `faser build"),
         (target.parent, "pair/manifest.json: missing; `faser build"),
+        (engine_dir, "--policy", "x", "policy = 'x'"),
+        (engine_dir, "--http-port", 70000, "http-port = 70000: must lie in [1, 65535]"),
+        (engine_dir, "--policy", "x", "--tls-cert", "c", "--tls-cert = c: is for OpenAI's API: give --openai-port too"),
+        (engine_dir, "--policy", "x", "--openai-host", "0.0.0.0", "--openai-host = 0.0.0.0: is for OpenAI's API"),
     ):
         gguf.touch()
-        status, _, err = run("serve", "--engine-dir", given)
+        status, _, err = run("serve", "--engine-dir", given, *options)
         assert status == 1 and message in err and err.count("\n") == 1
-    assert "policy = 'x'" in run("serve", "--engine-dir", engine_dir, "--policy", "x")[2]
-    status, _, err = run("serve", "--engine-dir", engine_dir, "--http-port", 70000)
-    assert status == 1 and "http-port = 70000: must lie in [1, 65535]" in err
 
 
 def test_stop_requests_are_off_where_others_reach_the_server(run, engine_dir, monkeypatch):
