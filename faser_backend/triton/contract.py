@@ -49,7 +49,11 @@ STOP_WORDS = WordLimit(MAX_STOP_SEQUENCES, 4096)
 BAD_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
 BIAS_WORDS = WordLimit(MAX_BAD_WORDS, 64 << 10)
 PROMPT_INPUTS = ("text_input", "messages", "input_ids")
-_TOKEN_NAMES = {"max_tokens": "request_output_len", "top_k": "runtime_top_k", "top_p": "runtime_top_p"}
+_SENT_AS = {  # fields of the engine's request -> other inputs that give them
+    "max_tokens": {"request_output_len"}, "top_k": {"runtime_top_k"}, "top_p": {"runtime_top_p"},
+    "min_tokens": {"min_length"}, "stop_words": {"stop_words_list"}, "bad_words": {"bad_words_list"},
+    "logit_bias": {"embedding_bias", "embedding_bias_weights"}, "streaming": {"stream"},
+}  # fmt: skip
 MAX_SEQUENCES = 1024  # of one request: its prompts times its num_return_sequences
 MAX_LOGITS_BYTES = 1 << 30  # of one sequence
 
@@ -100,13 +104,14 @@ def parse_requests(
             raise RequestError("num_return_sequences", num_sequences, limit)
         try:
             first = _parse_row(row, f"{request_id}.{batch_index}", handshake, is_llm_api=is_llm_api)
+            if first.is_streaming and not is_decoupled:
+                limit = "Streaming is only supported if model is deployed using decoupled mode."
+                raise RequestError("streaming", True, limit)
         except RequestError as error:
-            if (sent := _TOKEN_NAMES.get(error.field or "", "")) in row:
-                error.blame(sent)
+            field = (error.field or "").partition("[")[0]
+            if field not in row and (sent := row.keys() & _SENT_AS.get(field, {})):
+                error.blame(min(sent))
             raise
-        if first.is_streaming and not is_decoupled:
-            limit = "Streaming is only supported if model is deployed using decoupled mode."
-            raise RequestError("streaming", True, limit)
         first = replace(first, batch_index=batch_index, batch_size=len(rows), num_sequences=num_sequences)
         parsed += [replace(first, request=first.request.nth(n), sequence_index=n) for n in range(num_sequences)]
     return parsed

@@ -118,7 +118,7 @@ def test_out_of_vocab_ids_are_refused_or_clamped():
         ({"text_input": np.array([[b"\xff\xfe"]], dtype=object)}, "text_input .* must be UTF-8 text"),
         ({"text_input": None}, "a prompt is needed"),
         ({"input_ids": np.array([[1]], np.int32)}, "send one of the two"),
-        ({"request_output_len": one(0)}, r"request_output_len = 0: must lie in \[1, "),
+        ({"max_tokens": None, "request_output_len": one(0)}, r"request_output_len = 0: must lie in \[1, "),
         ({"max_tokens": None}, "max_tokens = None: is required"),
         ({"max_tokens": np.array([[1, 2]], np.int32)}, r"max_tokens = \[1, 2\]: must hold exactly 1 value"),
         ({"text_input": np.array([[b"a"], [b"b"]], dtype=object)}, r"max_tokens = \[1, 1\]: the batch holds 2 prompts"),
@@ -129,7 +129,12 @@ def test_out_of_vocab_ids_are_refused_or_clamped():
         ({"draft_input_ids": np.array([[VOCAB]], np.int32)}, f"draft_input_ids = {VOCAB}: must lie in"),
         ({"embedding_bias_words": text("a", "b")}, "embedding_bias_weights = 0: one weight per word"),
         ({"embedding_bias": np.ones((1, 3), np.float32)}, "embedding_bias length = 3"),
+        ({"embedding_bias": np.full((1, VOCAB), np.nan, np.float32)}, "embedding_bias = nan: must be a number below"),
         ({"stop_words_list": np.array([[[4, 5], [9, -1]]], np.int32)}, "stop_words_list = .9.: ends must rise"),
+        ({"stop_words_list": np.array([[[VOCAB], [1]]], np.int32)}, f"stop_words_list.* = {VOCAB}: must lie in"),
+        ({"bad_words_list": np.array([[[VOCAB], [1]]], np.int32)}, f"bad_words_list.* = {VOCAB}: must lie in"),
+        ({"min_length": one(-1)}, "min_length = -1: must lie in"),
+        ({"min_tokens": one(-1), "min_length": one(3)}, "min_tokens = -1: must lie in"),
     ],
 )
 def test_bad_input_is_refused_by_name_value_and_limit(tensors, message):
@@ -179,7 +184,7 @@ def test_streaming_and_prompts_whose_answers_have_other_tensors_need_a_decoupled
         assert len(parse_all(**batch, **{name: np.array([[1], [2]])})) > 1
         with pytest.raises(RequestError, match=rf"{name} = \[1, 2\]: must be equal for all prompts of a unary request"):
             parse_all(**batch, **{name: np.array([[1], [2]])}, is_decoupled=False)
-    with pytest.raises(RequestError, match="Streaming is only supported if model is deployed using decoupled mode"):
+    with pytest.raises(RequestError, match="^stream = True: Streaming is only supported if model is deployed"):
         parse_all(stream=one(True, bool), is_decoupled=False)
 
 
