@@ -69,6 +69,13 @@ def is_running(pid: int) -> bool:
     return _state(pid)[:1] not in ([], ["Z"], ["X"])
 
 
+def ending(pid: int) -> str:
+    """Returns the signal or status by which a process ended, empty once its parent has asked for it."""
+    state = _state(pid)
+    code = os.waitstatus_to_exitcode(int(state[-1])) if state[:1] == ["Z"] else None
+    return "" if code is None else f" with status {code}" if code >= 0 else f" by {signal.Signals(-code).name}"
+
+
 def arguments(pid: int) -> list[str]:
     """Returns the command line of a process, empty if it has ended."""
     return _read(pid, "cmdline").split("\0")[:-1]

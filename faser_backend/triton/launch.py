@@ -27,7 +27,7 @@ from faser_backend.serving.compose import served_models, serving_knowledge
 from faser_backend.serving.loading import LOADING_FILE, shown_phases
 from faser_backend.serving.model_source import demo_engine_dir
 from faser_backend.serving.parameters import ServeOptions, given_parameters
-from faser_backend.serving.processes import die_with_parent
+from faser_backend.serving.processes import die_with_parent, ending
 from faser_backend.serving.request_reports import line_logger
 from faser_backend.serving.runtimes import check_device
 from faser_backend.triton.launch_folder import HangWatch
@@ -93,23 +93,25 @@ def serve_until_signalled(
         is_started = not is_signalled.is_set()
         if is_started:
             print(_ready_line(options, openai_server), flush=True)
-        models = set(server.model_processes().values())
+        models = server.model_processes()
         watch = HangWatch(server.log_file.parent.name, options.hang_timeout)
         while not is_signalled.wait(WATCH_S):
             _kill_hung(watch, server, openai_server, log)
             if openai_server is not None and openai_server.process.poll() is not None:
                 log("ERROR", f"the OpenAI server ended with status {openai_server.process.returncode}")
                 return 1
-            gone = sorted(models.difference(server.model_processes().values()))  # a replaced engine's process may end
+            before, models = models, server.model_processes()
+            gone = [pid for pid in before if before[pid] not in models.values()]  # a replaced engine's process may end
             if server.process.poll() is None and not gone:
                 continue
             if gone:
                 # Triton would stay ready and let the requests of this model hang. A supervisor restarts `faser serve`.
-                reason = f"the process of model {gone[0]!r} is gone; the server ends, log:\n{server.failure_reason()}"
+                died = f"the process of model {before[gone[0]]!r} ended{ending(gone[0])}"
+                reason = f"{died}; the server ends, log:\n{server.failure_reason()}"
                 time.sleep(ERROR_REPLY_S)
                 server.kill()
             else:
-                reason = f"Triton ended: {server.failure_reason()}"
+                reason = f"Triton ended with status {server.process.returncode}: {server.failure_reason()}"
             log("ERROR", reason)
             return 1
         log("INFO", "draining; a second signal ends at once" if is_started else "interrupted before it was ready")

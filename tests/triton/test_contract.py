@@ -184,7 +184,7 @@ def test_streaming_and_prompts_whose_answers_have_other_tensors_need_a_decoupled
         assert len(parse_all(**batch, **{name: np.array([[1], [2]])})) > 1
         with pytest.raises(RequestError, match=rf"{name} = \[1, 2\]: must be equal for all prompts of a unary request"):
             parse_all(**batch, **{name: np.array([[1], [2]])}, is_decoupled=False)
-    with pytest.raises(RequestError, match="^stream = True: Streaming is only supported if model is deployed"):
+    with pytest.raises(RequestError, match=r"^stream = True: Streaming is only supported if model is deployed"):
         parse_all(stream=one(True, bool), is_decoupled=False)
 
 

@@ -173,10 +173,11 @@ def start_unary(client: Any, request_id: str = "", max_tokens: int = 480) -> tup
 # -- processes that die or hang ---------------------------------------------------------------------------------------
 
 
-def test_a_model_whose_process_dies_ends_the_server(engine_dir: Path):
+@pytest.mark.parametrize("name", ["tensorrt_llm", "preprocessing"])
+def test_a_model_whose_process_dies_ends_the_server(engine_dir: Path, name: str):
     with streaming(engine_dir) as clients:
-        clients.stop("tensorrt_llm", signal.SIGKILL)
-        assert "the process of model 'tensorrt_llm' is gone" in clients.wait_for_the_error()
+        clients.stop(name, signal.SIGSEGV)
+        assert f"error: the process of model '{name}' ended by SIGSEGV; the" in clients.wait_for_the_error()
 
 
 @pytest.mark.parametrize("name", ["ensemble", "tritonserver"])
