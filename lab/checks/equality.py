@@ -4,7 +4,7 @@ Greedy and at temperature 1 with seeds; alone, and in continuous batches of 1-16
 forced preemptions. Early exit needs an engine with calibrated exits (`faser profile`). Float rounding depends on the
 shape of a call, so two scores that are almost equal may change order: a difference is explained when the reference's
 scores of the two tokens there are a near-tie. The rest of such an answer follows from another prefix: not compared.
-`scripts/check_equality.py` exits with 1 if a difference is not a near-tie.
+`python -m lab.checks.equality` exits with 1 if a difference is not a near-tie.
 """
 
 from __future__ import annotations
@@ -228,3 +228,7 @@ def check(
             metrics = engine.metrics()
             assert metrics.num_free_blocks == metrics.num_blocks, "blocks leaked"
     return results
+
+
+if __name__ == "__main__":
+    sys.exit(main())

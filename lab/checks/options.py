@@ -20,6 +20,13 @@ def count(text: str) -> int:
     return number
 
 
+def existing(text: str) -> Path:
+    """Reads the path of a file or directory that is there."""
+    if not (path := Path(text)).exists():
+        raise argparse.ArgumentTypeError(f"{text!r}: no such file or directory")
+    return path
+
+
 def engine(text: str) -> Path:
     """Reads the path of an engine directory."""
     try:

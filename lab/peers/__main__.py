@@ -19,7 +19,7 @@ from typing import Any
 
 from faser_backend.core.errors import FaserError
 from faser_backend.lab.checks.compare import measure_loads, one_after_the_other, write
-from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, make_parser
+from faser_backend.lab.checks.options import add_prompt_options, asked_prompts, existing, make_parser
 from faser_backend.lab.peers.files import ModelFiles, model_files, smollm2
 from faser_backend.lab.peers.programs import PIECES, Setting, ours, started
 from faser_backend.lab.prompts import PromptSet
@@ -35,8 +35,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     add_prompt_options(parser)
     parser.add_argument("--only", default=",".join(PIECES), help="Measure only these pieces, separated by commas.")
-    parser.add_argument("--target", type=Path, help="Measure this GGUF file (default: SmolLM2).")
-    parser.add_argument("--head", type=Path, help="Draft with this EAGLE-3 head in ours.")
+    parser.add_argument("--target", type=existing, help="Measure this GGUF file (default: SmolLM2).")
+    parser.add_argument("--head", type=existing, help="Draft with this EAGLE-3 head in ours.")
     args = parser.parse_args(argv)
     args.only = args.only.split(",")
     unknown = [name for name in args.only if name not in PIECES]

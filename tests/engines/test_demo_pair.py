@@ -1,6 +1,6 @@
 """The shipped demo pair in process: tokens of every mode of decoding are those of plain decoding.
 
-A subset of scripts/check_equality.py, which runs all prompts.
+A subset of lab.checks.equality, which runs all prompts.
 """
 
 from pathlib import Path

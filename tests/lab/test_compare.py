@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -16,9 +17,10 @@ from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.engines.gguf_checkpoint import GGUFCheckpoint
 from faser_backend.engines.safetensors_checkpoint import SafetensorsFile
 from faser_backend.lab.answers import Answer
-from faser_backend.lab.checks import compare, equality
+from faser_backend.lab.checks import compare
 from faser_backend.lab.peers import __main__ as peers
 from faser_backend.lab.peers import files
+from faser_backend.lab.places import ROOT
 from tests.support.gguf_models import write_gguf
 from tests.support.tiny_models import random_model
 
@@ -30,10 +32,12 @@ from tests.support.tiny_models import random_model
         ("clients", "x", "'x'"),
         ("repeats", "0", "0: must be"),
         ("jobs", "-1", "-1: mu"),
+        ("target", "none", "'none': no such file or directory"),
+        ("head", "none", "'none': no such file or directory"),
     ],
 )
-def test_a_number_of_nothing_is_refused(option: str, value: str, reason: str, capsys) -> None:
-    for program in (compare, peers):
+def test_a_number_of_nothing_and_a_missing_file_are_refused(option: str, value: str, reason: str, capsys) -> None:
+    for program in (peers,) if value == "none" else (compare, peers):
         with pytest.raises(SystemExit):
             program.main([f"--{option}={value}"])
         error = capsys.readouterr().err
@@ -109,11 +113,10 @@ def test_loads_before_the_failure_of_a_peer_are_kept(engine_dir: Path, tmp_path:
     assert [(row["policy"], row["num_clients"]) for row in rows] == [("ours", 1), ("peer", 1)]
 
 
-def test_an_unknown_way_is_refused(engine_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    monkeypatch.setattr(sys, "argv", ["check_equality.py", "--engine-dir", str(engine_dir), "--ways", "typo"])
-    with pytest.raises(SystemExit):
-        equality.main()
-    assert "--ways typo: no way's name contains this" in capsys.readouterr().err
+def test_an_unknown_way_is_refused(engine_dir: Path) -> None:
+    command = [sys.executable, "-m", "lab.checks.equality", "--engine-dir", engine_dir, "--ways", "typo"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2 and "--ways typo: no way's name contains this" in ended.stderr
 
 
 def test_all_layouts_hold_the_numbers_of_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
