@@ -10,7 +10,11 @@ REQUEST |= {"temperature": 0.8, "top_p": 0.95, "seed": 7}  # without top_p or to
 if __name__ == "__main__":
     url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:8000"
     body = json.dumps(REQUEST).encode()
-    with urllib.request.urlopen(f"{url}/v2/models/ensemble/generate_stream", body, timeout=60) as lines:
+    try:
+        lines = urllib.request.urlopen(f"{url}/v2/models/ensemble/generate_stream", body, timeout=60)
+    except OSError as error:
+        sys.exit(f"error: {url}: {error}")
+    with lines:
         for line in lines:
             if line.startswith(b"data:"):
                 event = json.loads(line[5:])

@@ -2,12 +2,15 @@
 
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 if __name__ == "__main__":
     url = sys.argv[1] if len(sys.argv) > 1 else "http://localhost:9000/v1"
     client = OpenAI(base_url=url, api_key="none")  # a real key if the server has --api-key-file
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError as error:
+        sys.exit(f"error: {url}: {error}")
     prompt = "def read_lines(path):\n"
     for chunk in client.completions.create(model=model, prompt=prompt, max_tokens=40, temperature=0, stream=True):
         print(chunk.choices[0].text, end="", flush=True)

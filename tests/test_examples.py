@@ -74,9 +74,11 @@ def test_clients_print_what_the_engine_says(example, addresses: dict[str, str], 
     assert sampled == example("http_stream.py", addresses["http_stream.py"])  # it has a seed
 
 
-def test_a_server_that_is_not_there_is_an_error(example):
-    with pytest.raises(OSError, match="refused"):
-        example("http_stream.py", f"http://127.0.0.1:{free_ports(1)[0]}")
+@pytest.mark.parametrize("name", CLIENTS)
+def test_a_server_that_is_not_there_is_an_error_with_its_address(example, name: str):
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    with pytest.raises(SystemExit, match=f"^error: .*{address}"):
+        example(name, address if name.startswith("grpc") else f"http://{address}")
 
 
 def test_the_offline_batch(example, engine_dir: Path):
