@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from faser_backend.cli.main import app
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, FaserError
 from faser_backend.lab.checks.control_worlds import all_worlds, run
 from faser_backend.policy.registry import parse_policy
 from tests.pipeline.test_engine import alone, random_requests
@@ -74,6 +75,16 @@ def test_a_file_that_is_no_policy_is_one_error(tmp_path: Path, content: str | No
         parse_policy(f"file:{path}", guessed)
     with pytest.raises(ConfigError, match="Python file"):
         parse_policy("file:mine.txt", guessed)
+
+
+def test_errors_of_a_policy_name_it_in_other_processes_too(tmp_path: Path):
+    path = tmp_path / "mine.py"
+    path.write_text("class Mine:\n  def decide(_, given): 1 / 0\n  observe = decide\nmake_policy = lambda _: Mine()")
+    policy: Any = parse_policy(f"file:{path}", guessed)
+    for call in (policy.decide, policy.observe):
+        with pytest.raises(FaserError, match=f"^policy file:{path}: ZeroDivisionError: division by zero$") as caught:
+            call([])
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_explain_tells_what_was_weighed(engine_dir: Path):

@@ -100,7 +100,7 @@ class FailedError(FaserError):
     """A failure that was received from another process, raised here."""
 
     def __init__(self, failure: Failure) -> None:
-        super().__init__(failure.message)
+        super().__init__(failure)
         self.code, self.field, self.detail = failure.code, failure.field, failure.detail
 
 

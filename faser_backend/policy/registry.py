@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 from faser_backend.core.config import EngineConfig
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, blaming
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy.calibration import AcceptanceModel
@@ -72,7 +72,10 @@ def _load_file(spec: str, path: str, load_knowledge: LoadKnowledge) -> Speculati
     module = module_from_spec(module_spec)
     try:
         module_spec.loader.exec_module(module)
-        return module.make_policy(load_knowledge)
+        policy = module.make_policy(load_knowledge)
+        for name in ("decide", "observe"):
+            setattr(policy, name, partial(blaming, f"policy {spec}", getattr(policy, name)))
+        return policy
     except ConfigError:
         raise
     except Exception as error:  # whatever the user's code raises
