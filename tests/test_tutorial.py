@@ -65,26 +65,23 @@ def test_every_command_does_what_the_tutorial_says(policy_file: Path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "FileNotFoundError"), ("make_policy = 1", "TypeError"), ("import no_such_module", "ModuleNotFoundError")],
+    [
+        (None, "FileNotFoundError"),
+        ("make_policy = 1", "TypeError"),
+        ("import no_such_module", "ModuleNotFoundError"),
+        ("class P:\n def decide(*_): 1 / 0\n observe = decide\nmake_policy = lambda _: P()", "ZeroDivisionError"),
+    ],
 )
-def test_a_file_that_is_no_policy_is_one_error(tmp_path: Path, content: str | None, message: str):
+def test_a_file_that_is_no_policy_or_raises_is_named(tmp_path: Path, content: str | None, message: str):
     path = tmp_path / "mine.py"
     if content is not None:
         path.write_text(content)
-    with pytest.raises(ConfigError, match=message):
-        parse_policy(f"file:{path}", guessed)
+    for name in ("decide", "observe"):
+        with pytest.raises(FaserError, match=f"^policy = 'file:{path}': {message}: ") as caught:
+            getattr(parse_policy(f"file:{path}", guessed), name)([])
+        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value), "as `faser simulate` receives it"
     with pytest.raises(ConfigError, match="Python file"):
         parse_policy("file:mine.txt", guessed)
-
-
-def test_errors_of_a_policy_name_it_in_other_processes_too(tmp_path: Path):
-    path = tmp_path / "mine.py"
-    path.write_text("class Mine:\n  def decide(_, given): 1 / 0\n  observe = decide\nmake_policy = lambda _: Mine()")
-    policy: Any = parse_policy(f"file:{path}", guessed)
-    for call in (policy.decide, policy.observe):
-        with pytest.raises(FaserError, match=f"^policy file:{path}: ZeroDivisionError: division by zero$") as caught:
-            call([])
-        assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
 def test_explain_tells_what_was_weighed(engine_dir: Path):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 from faser_backend.core.config import EngineConfig
@@ -66,15 +66,12 @@ def parse_policy(spec: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
 
 def _load_file(spec: str, path: str, load_knowledge: LoadKnowledge) -> SpeculationPolicy:
     """Loads a user's policy: a Python file that defines make_policy(load_knowledge)."""
-    module_spec = spec_from_file_location("faser_user_policy", path) if path.endswith(".py") else None
-    if module_spec is None or module_spec.loader is None:
+    if not path.endswith(".py"):
         raise ConfigError(f"policy = {spec!r}: file:PATH needs the path of a Python file")
-    module = module_from_spec(module_spec)
     try:
-        module_spec.loader.exec_module(module)
-        policy = module.make_policy(load_knowledge)
+        policy = runpy.run_path(path, run_name="faser_user_policy")["make_policy"](load_knowledge)
         for name in ("decide", "observe"):
-            setattr(policy, name, partial(blaming, f"policy {spec}", getattr(policy, name)))
+            setattr(policy, name, partial(blaming, f"policy = {spec!r}", getattr(policy, name)))
         return policy
     except ConfigError:
         raise
