@@ -71,12 +71,6 @@ class Scheme:
         return [max(step or size, 1) for step, size in zip(self.block, shape, strict=True)]
 
 
-def read_scheme(config: ConfigFields) -> Scheme:
-    """Returns the scheme of a config. Raises CheckpointError naming a field that would make another model."""
-    fields = config.section(SECTION)
-    return METHODS[fields.choice("quant_method", METHODS)](fields)
-
-
 def _awq(fields: ConfigFields) -> Scheme:
     fields.must_be("bits", 4)
     fields.must_be("zero_point", True)
@@ -173,7 +167,8 @@ class QuantisedCheckpoint(HuggingFaceCheckpoint):
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
         super().__init__(directory, config)
-        scheme = read_scheme(self.fields)
+        fields = self.fields.section(SECTION)  # its errors name a field that would make another model
+        scheme = METHODS[fields.choice("quant_method", METHODS)](fields)
         found = [name for name, file in self._file_of.items() if file.stored_dtype(name) == scheme.dtype]
         modules = [name.removesuffix(scheme.numbers) for name in found if name.endswith(scheme.numbers)]
         if not modules:

@@ -37,8 +37,7 @@ class CallLimits:
 
     def apply(self, spec: ModelSpec) -> ModelSpec:
         """Returns the spec with the context that its engines accept."""
-        wanted = self.max_context or DEFAULT_MAX_CONTEXT
-        return replace(spec, max_context=min(spec.max_context, wanted))
+        return replace(spec, max_context=min(spec.max_context, self.max_context or DEFAULT_MAX_CONTEXT))
 
 
 class SplitStreams(NamedTuple):

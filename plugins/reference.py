@@ -34,8 +34,7 @@ def pruned_chunk_attention(
         if is_causal:
             hidden = torch.ones(num_rows, context + num_rows, dtype=torch.bool, device=q.device).triu(context + 1)
             scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
-        weights = scores.softmax(-1)
-        out[chunk] = torch.einsum("rkgs,ksd->rkgd", weights, values).flatten(1, 2).to(out.dtype)
+        out[chunk] = torch.einsum("rkgs,ksd->rkgd", scores.softmax(-1), values).flatten(1, 2).to(out.dtype)
     write_kv(k_new, v_new, slot_mapping[: int(cu_rows[-1])], k_pool, v_pool)
 
 

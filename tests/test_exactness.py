@@ -259,8 +259,7 @@ def test_a_failing_lane_fails_its_step_alone(
     fake = open_forced("fixed:3", forced(mode), LANES[lanes]())
     requests = [request(f"r{i}", [1, 2, 3 + i], 30) for i in range(3)]
     expected = alone(requests)
-    runner = (fake.drafts if fails_draft else fake.targets)[1]
-    runner.fails_at_call = at_call
+    (fake.drafts if fails_draft else fake.targets)[1].fails_at_call = at_call
     result = drive(fake.engine, requests)
     failed = {i for i, output in result.final.items() if output.finish_reason is FinishReason.ERROR}
     assert failed and all("told to fail" in str(result.final[i].error) for i in failed)

@@ -76,8 +76,7 @@ class LLM:
         engine = open_engine(self.engine_dir, self.manifest, config)
         if on_step is not None:
             engine.step_runner.observers.append(on_step)
-        name = self.engine_dir.resolve().name
-        self._model = ServedModel.of(name, self.manifest, engine.limits, tokenizer)
+        self._model = ServedModel.of(self.engine_dir.resolve().name, self.manifest, engine.limits, tokenizer)
         self._guides = self._model.guide_compiler()
         self._loop = EngineLoop(engine, guides=self._guides)
         self._close = weakref.finalize(self, _close, self._loop, tokenizer)  # at the latest when the process ends

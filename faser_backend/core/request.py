@@ -105,7 +105,7 @@ class Sampling:
                 _check_int("logit_bias token id", token_id, 0, vocab_size - 1)
             values = np.fromiter(bias.values(), np.float64, len(bias))
             for index in np.flatnonzero(~(values < np.inf))[:1]:
-                field = f"logit_bias[{list(bias)[index]}]"
+                field = f"logit_bias of token {list(bias)[index]}"
                 raise RequestError(field, values[index].item(), "must be a number below +inf")
         _check_words("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_TOKENS, vocab_size)
 

@@ -74,8 +74,7 @@ def choose_copy(num_bytes: int) -> tuple[bool, str]:
     """
     if num_bytes <= ONE_THREAD_BYTES:
         return False, "mapped: small"
-    modes = _HUGE_PAGES.read_text() if _HUGE_PAGES.exists() else "[never]"
-    if "[never]" in modes:
+    if not _HUGE_PAGES.exists() or "[never]" in _HUGE_PAGES.read_text():
         return False, f"mapped: this system has no large pages ({_HUGE_PAGES})"
     available = available_memory()
     if num_bytes > available // 2:

@@ -97,8 +97,7 @@ def make_batch(
     counts = np.array(case.counts, np.int64)
     cu_rows = np.concatenate([[0], np.cumsum(counts)])
     blocks_each = -(-(case.num_tokens + room) // block_size)
-    num_needed = counts.size * blocks_each
-    runs = np.resize(np.arange(num_blocks), num_needed).reshape(counts.size, blocks_each)
+    runs = np.resize(np.arange(num_blocks), (counts.size, blocks_each))
     blocks = rng.permutation(runs, axis=0)
     logit_rows = {0: np.zeros(0, np.int64), counts.size: cu_rows[1:] - 1}.get(case.num_logit_rows)
     return RowBatch(

@@ -299,8 +299,7 @@ def serving_knowledge(engine_dir: Path, manifest: EngineManifest, config: Engine
     models = served_models(manifest, config)
     knowledge = load_knowledge(engine_dir, manifest)
     if models.draft is None:
-        margins = knowledge.margins if manifest.draft is None else {}
-        return Knowledge(with_ngrams(knowledge.costs), margins)
+        return Knowledge(with_ngrams(knowledge.costs), knowledge.margins if manifest.draft is None else {})
     if config.acceptance == "rejection" and knowledge.costs.num_idle is None:
         # It needs the draft's probabilities: the host draws.
         return replace(knowledge, costs=replace(knowledge.costs, drafts_at_once=False))

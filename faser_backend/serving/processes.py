@@ -88,8 +88,7 @@ def is_stopped(pid: int) -> bool:
 
 def cpu_seconds(pid: int) -> float:
     """Returns the CPU seconds of a process and of its ended children; 0 if it has ended."""
-    ticks = _state(pid)[11:15]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, _state(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _state(pid: int) -> list[str]:

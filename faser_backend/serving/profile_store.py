@@ -205,8 +205,7 @@ def load_profile(engine_dir: Path, manifest: EngineManifest) -> Profile:
 def load_knowledge(engine_dir: Path, manifest: EngineManifest) -> Knowledge:
     """Returns the profile's knowledge, or guesses without a profile. Raises ConfigError if it does not fit."""
     if not os.path.lexists(Path(engine_dir) / PROFILE_FILE):  # a broken link is an error
-        sizes = map(_size_of, manifest.models.values())
-        return Knowledge(_of_engine(manifest, default_cost_model(*sizes)))
+        return Knowledge(_of_engine(manifest, default_cost_model(*map(_size_of, manifest.models.values()))))
     profile = load_profile(engine_dir, manifest)
     calibration = profile.calibration
     return Knowledge(cost_model_of(manifest, profile.costs, profile.overhead), calibration.margins, calibration.exits)

@@ -108,8 +108,7 @@ def parse_requests(
                 limit = "Streaming is only supported if model is deployed using decoupled mode."
                 raise RequestError("streaming", True, limit)
         except RequestError as error:
-            field = (error.field or "").partition("[")[0]
-            if field not in row and (sent := row.keys() & _SENT_AS.get(field, {})):
+            if error.field not in row and (sent := row.keys() & _SENT_AS.get(error.field or "", {})):
                 error.blame(min(sent))
             raise
         first = replace(first, batch_index=batch_index, batch_size=len(rows), num_sequences=num_sequences)

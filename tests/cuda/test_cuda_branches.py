@@ -73,8 +73,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("num_candidates", [0, 1, 8])
 def test_choosing_draft_tokens(monkeypatch: pytest.MonkeyPatch, num_candidates: int, has_filters: bool) -> None:
     with faked(monkeypatch) as launched:
-        words = empty(sampler.NUM_WORDS, 5, dtype=torch.int64)
-        rows = sampler.unpacked(words)
+        rows = sampler.unpacked(empty(sampler.NUM_WORDS, 5, dtype=torch.int64))
         assert [column.dtype for column in rows] == [torch.int64] * 2 + [torch.float32] * 2 + [
             torch.int64,
             torch.float64,

@@ -121,8 +121,7 @@ def test_exit_scores_and_pruned_rows(source: Path, tmp_path: Path, monkeypatch) 
     with torch.no_grad():
         head = reference.lm_head(reference.model.norm(hidden)).numpy()
     assert np.abs(scores.numpy() - np.take_along_axis(head, candidates, 1)).max() <= MAX_ERROR
-    kept = np.array([0, 1, 5, 6, 7, 8])
-    hidden = opened.runner.take_rows(hidden, kept)
+    hidden = opened.runner.take_rows(hidden, np.array([0, 1, 5, 6, 7, 8]))
     logits = opened.runner.run_segment(1, make_rows(sequences, [8, 8], [2, 4], tables), hidden).numpy()
     expected = [reference_logits(reference, tokens) for tokens in sequences]
     assert np.abs(logits - np.concatenate([expected[0][8:10], expected[1][8:12]])).max() <= MAX_ERROR
@@ -155,8 +154,7 @@ def test_calls_that_no_shape_holds_share_a_context(source: Path, tmp_path: Path,
 
 def program_and_tensors(source: Path, tmp_path: Path, monkeypatch) -> tuple[TensorRtSegment, dict]:
     opened = Opened(source, tmp_path, monkeypatch)
-    prepared = opened.runner.prepare_decode(BOUNDS)
-    tensors = dict(prepared.tensors)
+    tensors = dict(opened.runner.prepare_decode(BOUNDS).tensors)
     spec = opened.model.spec
     for layer in range(spec.num_layers):
         new = torch.zeros(2, spec.num_kv_heads, spec.head_dim)

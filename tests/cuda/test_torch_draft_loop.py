@@ -33,8 +33,7 @@ KINDS = [
 @pytest.fixture(scope="module", params=[(), (1,)], ids=["one segment", "two segments"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelEngine, Path]:
     root = tmp_path_factory.mktemp("draft_loop")
-    source = write_checkpoint(root / "source")
-    return write_torch_engine(source, root, exit_layers=request.param), root
+    return write_torch_engine(write_checkpoint(root / "source"), root, exit_layers=request.param), root
 
 
 def open_runner(built: tuple[ModelEngine, Path], limits: CallBounds | None = None) -> CudaRunner:

@@ -182,8 +182,7 @@ def chain_of(runners: Runners, chunk: int, *, is_packed: bool) -> list[np.ndarra
 
 @pytest.mark.parametrize("built", ["gqa"], indirect=True)
 def test_a_row_has_the_same_bits_in_any_company_on_any_threads(built: Built) -> None:
-    alone = Runners(built.directory, 1)
-    expected = chain_of(alone, 1, is_packed=False)
+    expected = chain_of(Runners(built.directory, 1), 1, is_packed=False)
     assert all(np.isfinite(logits).sum() == 23 * 40 for logits in expected)  # the head knows 40 ids
     for num_threads in (1, 2, 3):
         runners = Runners(built.directory, num_threads)

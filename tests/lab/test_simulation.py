@@ -122,8 +122,7 @@ def test_what_trimming_takes_is_charged_per_draft_call_and_chain_that_it_extends
 
 def test_an_overlapped_step_takes_the_longer_of_its_phases():
     records: list[StepRecord] = []
-    lanes = OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, lanes_us=9.0)
-    where = world(certain(ALWAYS), lanes)
+    where = world(certain(ALWAYS), OverheadCost(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, lanes_us=9.0))
     run(where, trace_of((5, 12), (5, 12)), chosen=two_tokens(PipelineMode.PING_PONG), observer=records.append)
     overlapped = [record for record in records if record.overlap_us > 0]
     assert len(overlapped) >= 5

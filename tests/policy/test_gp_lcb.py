@@ -99,8 +99,7 @@ class Run:
         return total_us / num_emitted / load.best_static_us() - 1.0
 
     def _num_accepted(self, rate: float, length: int) -> int:
-        fails = np.append(self.rng.random(length) >= rate, True)
-        return int(fails.argmax())
+        return int(np.append(self.rng.random(length) >= rate, True).argmax())
 
     def _replace_ended(self, size: int) -> None:
         for b, sequence in enumerate(self.sequences):

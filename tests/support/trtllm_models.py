@@ -25,8 +25,7 @@ def write_trtllm(
 ) -> Path:
     """Writes the checkpoint. embedding_axis: None for a copy on every rank, otherwise the sharded axis."""
     directory.mkdir(parents=True, exist_ok=True)
-    config = _config(model, tp, pp, embedding_axis)
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(_config(model, tp, pp, embedding_axis)))
     for stage in range(pp):
         for rank in range(tp):
             tensors = _rank_tensors(model, stage=stage, rank=rank, tp=tp, pp=pp, embedding_axis=embedding_axis)

@@ -95,8 +95,7 @@ def test_plain_prompts_begin_as_the_checkpoint_says(adds_special_tokens, adds_be
     tokenizer = begin_adding_tokenizer()
     if not has_own_rule:
         tokenizer.post_processor = processors.ByteLevel()
-    prompts = PromptFormat(None, SPECIAL, adds_special_tokens, adds_begin_token)
-    ours = TextTokenizer(tokenizer, prompts)
+    ours = TextTokenizer(tokenizer, PromptFormat(None, SPECIAL, adds_special_tokens, adds_begin_token))
     fox = ours.encode("the fox")
     assert ours.encode_prompt("the fox") == [BEGIN_ID] * num_begins + fox
     assert ours.encode_prompt("<|begin|>the fox") == [BEGIN_ID, *fox]

@@ -177,8 +177,7 @@ def test_the_walker_says_what_a_fresh_one_says(built: Built) -> None:
         for _ in range(6):
             path = []
             for _ in range(int(rng.integers(0, 5))):
-                fresh = GrammarRule(grammar, [*committed, *path])
-                legal = fresh.allowed([])
+                legal = GrammarRule(grammar, [*committed, *path]).allowed([])
                 assert legal is not None and np.array_equal(rule.allowed(path), legal)
                 path.append(int(rng.choice(np.flatnonzero(legal))))
             illegal = int(rng.choice(np.flatnonzero(~GrammarRule(grammar, [*committed, *path]).allowed([]))))

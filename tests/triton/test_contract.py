@@ -249,8 +249,7 @@ def test_context_logits_come_with_the_first_response_and_the_last():
 
 def test_half_a_character_is_not_sent():
     reply = Reply(parse(stream=one(True, bool)), ["text_output"], TOKENIZER)
-    half = TOKENIZER.token_bytes.index(b"\xe6")
-    reply.add(EngineOutput("r", [half]))
+    reply.add(EngineOutput("r", [TOKENIZER.token_bytes.index(b"\xe6")]))  # the first byte of a character
     assert not reply.has_new_output
     reply.add(finished([]))
     assert [(name, array.tolist()) for name, array in reply.render()] == [("text_output", ["\ufffd".encode()])]
