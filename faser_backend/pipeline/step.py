@@ -197,16 +197,15 @@ class StepRunner:
     def _propose(self, plan: StepPlan, batch: DecodeBatch, num_draft_tokens: list[int], behind: Frontier) -> Frontier:
         if self.proposer is None or not any(num_draft_tokens):
             return Frontier.empty(len(batch))
-        trim, pruner = plan.decision.trim, plan.decision.pruner
-        num_candidates = 0 if pruner is None else pruner.num_candidates
-        lengths = np.array(num_draft_tokens, np.int64)
-        proposal = Proposal(lengths, behind, trim, num_candidates, plan.decision.asks_model)
-        frontier = self.proposer.propose(self.partitions[plan.decision.partition], batch, proposal)
-        if trim is None:
+        decision, lengths = plan.decision, np.array(num_draft_tokens, np.int64)
+        num_candidates = 0 if decision.pruner is None else decision.pruner.num_candidates
+        proposal = Proposal(lengths, behind, decision.trim, num_candidates, decision.asks_model)
+        frontier = self.proposer.propose(self.partitions[decision.partition], batch, proposal)
+        if decision.trim is None:
             return frontier
         # Rejection sampling must not judge a row by later draft tokens.
         admitted = admit if frontier.draft_probs is None else admit_by_price
-        return replace(frontier, num_rows=admitted(trim, frontier, batch.slots))
+        return replace(frontier, num_rows=admitted(decision.trim, frontier, batch.slots))
 
     def _verify(self, plan: StepPlan, batch: DecodeBatch, frontier: Frontier) -> tuple[Verification, Acceptance]:
         target = self.partitions[plan.decision.partition].target

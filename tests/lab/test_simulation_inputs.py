@@ -14,7 +14,6 @@ from faser_backend.lab.simulation.acceptance import RETENTION, demo_process, fit
 from faser_backend.lab.simulation.costs import kv_capacity_tokens, roofline
 from faser_backend.lab.simulation.worlds import roofline_world, spread_levels
 from faser_backend.policy.cost_model import DRAFT, TARGET
-from faser_backend.policy.early_exit import logits
 from tests.lab.test_replay import HEADER, csv
 
 __all__ = ["csv"]  # a fixture
@@ -46,13 +45,6 @@ def test_a_pair_that_does_not_fit_is_refused_with_both_sizes():
 # -- the acceptance process ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", [0.5, 0.75, 0.9])
-def test_a_level_is_met_by_texts_that_it_was_not_adjusted_on(level):
-    process = demo_process("sampled").at_level(level)
-    paths = [process.path((7, text), 250) for text in range(500)]
-    assert np.mean([path.tokens == path.drafted for path in paths]) == pytest.approx(level, abs=0.02)
-
-
 @pytest.mark.parametrize("kind", ["greedy", "sampled"])
 def test_the_fitted_process_accepts_as_the_held_out_texts_do(kind):
     judged = fitted_fits()[kind]["judged_by"]
@@ -66,20 +58,10 @@ def test_policies_are_told_the_truth_about_the_exit():
     world = roofline_world("h100", "qwen3-32b/0.6b", max_context=1000)
     (exit_,) = world.knowledge().exits
     assert exit_.retention == pytest.approx(RETENTION, abs=0.01)
-    # 70 % of tokens with a refined chance near 0.7 are accepted.
-    margins, is_match, (exit_margins,) = world.process.sample(300, 100)
-    knowledge = world.knowledge()
-    assert set(knowledge.margins) == {"greedy", "sampled"}
-    parts = np.array_split(margins.argsort(axis=None), 40)
-    curve = [[each.reshape(-1)[part].mean() for part in parts] for each in (margins, is_match)]
-    chances = np.interp(margins, curve[0], curve[1])
-    refined = exit_.survival(chances.reshape(-1, 1), exit_margins.reshape(-1, 1)).reshape(chances.shape)
-    near = np.abs(refined - 0.7) < 0.05
-    assert is_match[near].mean() == pytest.approx(0.7, abs=0.03)
-    assert np.isfinite(logits(refined)).all()
+    assert set(world.knowledge().margins) == {"greedy", "sampled"}
 
 
-@pytest.mark.parametrize("levels", [[0.9, 0.6], spread_levels(0.7, 0.15)], ids=["mix", "spread"])
+@pytest.mark.parametrize("levels", [[0.5], [0.9, 0.6], spread_levels(0.7, 0.15)], ids=["one", "mix", "spread"])
 def test_requests_differ_as_planted_and_in_nothing_else(levels):
     process = demo_process("sampled").with_levels(levels)
     paths = [process.path((7, text), 400) for text in range(300)]
