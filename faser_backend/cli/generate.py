@@ -169,7 +169,8 @@ def report_line(result: dict[str, Any]) -> str:
 
 def explainer(print_line: Callable[[str], None]) -> Callable[[StepRecord], None]:
     """Returns an observer of steps that prints the candidates whenever the policy compared them again."""
-    shown, num_steps = tuple[Score, ...](), 0
+    shown: tuple[Score, ...] = ()
+    num_steps = 0
 
     def observe(record: StepRecord) -> None:
         nonlocal shown, num_steps
@@ -178,8 +179,7 @@ def explainer(print_line: Callable[[str], None]) -> Callable[[StepRecord], None]
         if decision.scores and decision.scores is not shown:
             shown = decision.scores
             why = "explores" if decision.reason == "exploration" else "runs"
-            mode = decision.mode.value if decision.asks_model else "look-ups alone"
-            mode = mode if any(decision.num_draft_tokens) else "plain"
+            mode = decision.mode.value if any(decision.num_draft_tokens) else "plain"
             gain = f"at best {decision.tokens_per_us / shown[0].tokens_per_us:.2f}x the speed of plain decoding"
             work = f"{record.num_tokens.size} request(s), {why} {mode} on {decision.partition}; {gain}"
             print_line(f"-- step {num_steps}: {work}\n{score_table(shown)}")

@@ -114,7 +114,6 @@ class Decision:
     trim: TrimRule | None = None
     pruner: Pruner | None = None
     prefills_draft: bool = True  # the draft reads prompts too; else it catches up before it drafts
-    asks_model: bool = True  # for drafts; else look-ups alone draft
     tokens_per_us: float = 0.0  # the price that it was made by; 0: none
     scores: tuple[Score, ...] = ()  # of all candidates, for --explain and traces
     reason: str = ""  # in words, for the same readers

@@ -1,7 +1,7 @@
 """Drafting by look-ups and by a draft model: each request's chain comes from the one that promises more.
 
 The look-up is made first, for all. The draft model is asked for those sequences alone that it promises more for
-(policy/calibration.py), and reads then what it has missed of them. While it rests, look-ups draft alone.
+(policy/calibration.py), and reads then what it has missed of them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JointProposer:
         is_sampled = np.array([not each.request.sampling.is_greedy for each in batch.sequences], np.bool_)
         takes = self.choice.takes_look_up(found, wanted, is_sampled, proposal.trim)
         self.times.lap("draft_lookup")
-        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes & proposal.asks_model)
+        asked = self._caught_up(partition, batch, (wanted > 0) & ~takes)
         takes |= ~asked & (found.num_drafted > 0)
         drafted = Frontier.empty(len(batch))
         if asked.any():
@@ -77,7 +77,8 @@ class JointProposer:
 
     def _caught_up(self, partition: Partition, batch: DecodeBatch, asked: np.ndarray) -> np.ndarray:
         """Returns bool [B]: which of the sequences `asked` [B] the draft has read, up to its max_lag tokens."""
-        budget, chunks, ready = self._max_prefill_tokens, [], asked.copy()
+        budget, chunks = self._max_prefill_tokens, []
+        ready = asked.copy()
         for row in np.flatnonzero(asked):
             sequence = batch.sequences[row]
             lag = sequence.num_tokens - sequence.draft_len

@@ -30,7 +30,6 @@ class Proposal:
     behind: Frontier
     trim: TrimRule | None = None  # ends chains that are no longer worth extending
     num_candidates: int = 0  # per token, for the exit head
-    asks_model: bool = True  # else look-ups alone draft
 
 
 class Proposer(Protocol):

@@ -199,7 +199,7 @@ class StepRunner:
             return Frontier.empty(len(batch))
         decision, lengths = plan.decision, np.array(num_draft_tokens, np.int64)
         num_candidates = 0 if decision.pruner is None else decision.pruner.num_candidates
-        proposal = Proposal(lengths, behind, decision.trim, num_candidates, decision.asks_model)
+        proposal = Proposal(lengths, behind, decision.trim, num_candidates)
         frontier = self.proposer.propose(self.partitions[decision.partition], batch, proposal)
         if decision.trim is None:
             return frontier

@@ -225,10 +225,9 @@ class AcceptanceModel:
                 self._means[group] = mean + _GROUP_SHARE * (found - mean)
             calibration.observe(margins, num_accepted, num_tested)
             self.num_tests += int(num_tested.sum())
-            if record.plan.decision.asks_model:
-                count = np.count_nonzero(frontier.num_drafted[rows])
-                self._num_chains *= _CHAINS_FADE**count
-                self._num_chains[source] += count
+            count = np.count_nonzero(frontier.num_drafted[rows])
+            self._num_chains *= _CHAINS_FADE**count
+            self._num_chains[source] += count
 
 
 def _group_of(sequence: RunningSequence) -> str:

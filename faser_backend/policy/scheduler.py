@@ -105,7 +105,7 @@ class Scheduler:
             cap = sequence.request.max_draft_tokens
             usable = sequence.num_remaining_tokens - num_ready - 1
             wanted = max(0, min(chosen, longest, usable if cap is None else min(cap, usable)))
-            if wanted and plan.decision.asks_model and not self._catch_up(plan, sequence):
+            if wanted and not self._catch_up(plan, sequence):
                 wanted = 0
             if mode is PipelineMode.SERIAL:
                 self._plan_decode(plan, sequence, 0 if num_ready else wanted, num_ready)

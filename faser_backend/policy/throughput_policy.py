@@ -8,8 +8,8 @@ exceed its time at that price. Between two weighings a step repeats the choice. 
 stays the same, and the steps that are learned from become rarer with it.
 
 A decision reads forward: chances of acceptance (policy/calibration.py), times (policy/cost_model.py), scores of the
-candidates, then the `Decision`. What was not chosen is explored now and then. While the draft model rests, look-ups go
-on. `survival` is the same without overlap and early exit, `goodput` also without trimming: one length for the batch.
+candidates, then the `Decision`. What was not chosen is explored now and then. `survival` is the same policy without
+overlap and early exit, `goodput` also without trimming: it drafts one length for the whole batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 
 from faser_backend.core.config import MAX_NUM_SEQS
 from faser_backend.core.decision import WHOLE, Decision, PipelineMode, Score, TrimRule
-from faser_backend.core.frontier import NGRAM
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence as RunningSequence
 from faser_backend.policy import candidates
@@ -187,7 +186,7 @@ class ThroughputPolicy:
         size, reason = len(sequences), "best" if score is self.chosen else "exploration"
         rests = self.chosen.mode is None  # a draft that rests reads what it missed when it is asked
         why = {"tokens_per_us": self._price, "scores": self._scores, "reason": reason, "prefills_draft": not rests}
-        if score.mode is None and not self._acceptance.has_look_ups:
+        if score.mode is None:
             return Decision([0] * size, **why)
         offsets = np.zeros(MAX_NUM_SEQS)  # by slot, also of those whose prompts the step reads
         offsets[[each.slot for each in sequences]] = self._acceptance.offsets(sequences)
@@ -195,10 +194,6 @@ class ThroughputPolicy:
         longest = max(PROBE_TOKENS // size, 1) if is_new else MAX_ADAPTIVE_TOKENS
         lengths, trim = [min(score.num_draft_tokens, longest)] * size, None
         cohort = max(size // 2, 1) if score.mode is PipelineMode.PING_PONG else size
-        if score.mode is None:  # look-ups cost next to nothing: they go on where their rows may pay
-            trim = self._rule(size, score, offsets)
-            pays = self._acceptance.curves[NGRAM].match_probs[-1] > trim.row_price
-            return Decision([longest if pays else 0] * size, trim=trim, asks_model=False, **why)
         if rests:  # an exploration among plain rounds
             drafting = set(candidates.some_drafting(sequences, self._weighed_size))
             lengths = [lengths[0] * (index in drafting) for index in range(size)]
@@ -228,8 +223,7 @@ class ThroughputPolicy:
     # -- learning -------------------------------------------------------------------------------
 
     def observe(self, record: StepRecord) -> None:
-        plan, has_chains = record.plan, record.frontier.drafted.shape[1] > 0
-        has_drafted = plan.decision.asks_model and (has_chains or bool(plan.drafts))
+        has_drafted = record.frontier.drafted.shape[1] > 0 or bool(record.plan.drafts)
         self._explorer.observe(record, has_drafted=has_drafted)
         self._num_observed += 1
         self._num_alike = self._num_alike + 1 if has_drafted == self._was_drafting else 0
@@ -248,7 +242,7 @@ class ThroughputPolicy:
         """Learns chances, times and the yield of chains from a step."""
         self._has_decoded_plainly |= not has_drafted
         decision = record.plan.decision
-        if record.frontier.drafted.shape[1]:
+        if has_drafted:
             self._acceptance.observe(record)
             self._decided_for = ()  # the offsets of requests have changed
         is_known = (DRAFT if has_drafted else TARGET, decision.partition) in self._errors.known

@@ -11,7 +11,7 @@ from faser_backend.core.errors import ConfigError
 from faser_backend.lab.bench.replay import run_replay
 from faser_backend.lab.command_options import ReplayOptions
 from faser_backend.lab.prompts import PromptMaker
-from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled
+from faser_backend.lab.traces import Trace, fitted_to, read_trace, scaled, with_rate_curve
 from faser_backend.serving.parameters import ServeOptions
 from tests.support.serving_pair import CORPUS, MAX_CONTEXT, byte_level_tokenizer
 from tests.triton import test_server
@@ -71,6 +71,7 @@ def test_refusals_are_counted_by_kind_and_late_sends_are_told(options: ReplayOpt
     [
         ({"rate": 1.0, "scale": 2.0}, "--rate and --scale: give at most one"),
         ({"rate": 0.0}, "--rate = 0.0: must be above 0"),
+        ({"max_concurrency": 0}, "--max-concurrency = 0: must be above 0"),
         ({"url": "http://localhost:1"}, "--url = 'http://localhost:1': must be HOST:PORT"),
         ({"requests": 13}, "requests = 13: .* has only 12"),
         ({"tokenizer": Path("nowhere.json")}, "--tokenizer = 'nowhere.json': no such file"),
@@ -124,10 +125,12 @@ def test_a_trace_is_read_as_it_is(csv):
     ("text", "message"),
     [
         ("", "column TIMESTAMP is missing"),
+        ("TIMESTAMP,ContextTokens\n", "column GeneratedTokens is missing"),
         (HEADER, "has no requests"),
         (HEADER + "yesterday,1,2\n", "line 2: TIMESTAMP = 'yesterday'"),
         (HEADER + LINES[0] + LINES[1].replace("375", "-3"), "line 3: ContextTokens = '-3': must be a positive"),
         (HEADER + LINES[0].replace(",44", ",0"), "line 2: GeneratedTokens = '0': must be a positive"),
+        (HEADER + LINES[0].replace(",44", ""), "line 2: GeneratedTokens = None"),
         (HEADER + LINES[1] + LINES[0], "line 3: TIMESTAMP is earlier"),
     ],
 )
@@ -142,6 +145,12 @@ def test_a_missing_file_and_a_rate_of_requests_at_once_are_refused(csv, tmp_path
     with pytest.raises(ConfigError, match=r"arrivals of trace.csv: all requests come at once"):
         scaled(read_trace(csv(HEADER + 2 * LINES[0])), 5.0)
     assert scaled(alone := read_trace(csv(HEADER + LINES[0])), 5.0) is alone
+
+
+@pytest.mark.parametrize(("rate", "ratio"), [(0.0, 35.0), (-1.0, 35.0), (5.0, 0.5), (5.0, 2000.0)])
+def test_impossible_curves_are_refused(rate, ratio):
+    with pytest.raises(ConfigError, match=r"rate = |peak-trough = "):
+        with_rate_curve(many(10), rate, ratio, seed=0)
 
 
 def test_lengths_are_fitted_to_a_context_and_the_report_says_so():

@@ -1,24 +1,19 @@
 """Drafting by look-ups and a draft model: tokens of plain decoding, and the value of either source."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from faser_backend.core.decision import Decision, PipelineMode, TrimRule
+from faser_backend.core.decision import PipelineMode, TrimRule
 from faser_backend.core.frontier import MAIN, NGRAM, Frontier
 from faser_backend.core.plan import StepRecord
 from faser_backend.core.sequence import Sequence
-from faser_backend.lab.checks.control_worlds import costs
 from faser_backend.pipeline.joint import JointProposer
 from faser_backend.pipeline.trim import admit, admit_by_price
 from faser_backend.policy.calibration import AcceptanceModel, DrafterChoice, MarginCurve
 from faser_backend.policy.candidates import batch_means
-from faser_backend.policy.registry import FixedLength
-from faser_backend.policy.speculation import Knowledge
-from faser_backend.policy.throughput_policy import ThroughputPolicy
 from tests.pipeline.test_engine import alone, random_requests
 from tests.support.forced_engine import Case, agrees, open_forced
 from tests.support.forcing import forced
@@ -66,32 +61,6 @@ def test_the_draft_makes_no_call_where_look_ups_draft(monkeypatch: pytest.Monkey
         drive(fake.engine, [request("r", [1, 2, 3] * 4, 60)])
         calls[name] = fake.drafts[0].num_calls + fake.drafts[1].num_calls
     assert calls["look-ups"] < 0.3 * calls["model"]
-
-
-def test_the_model_is_not_asked_while_it_rests(case: Case, monkeypatch: pytest.MonkeyPatch):
-    """Nor does it read what it misses, however much that becomes."""
-    resting = partial(Decision, prefills_draft=False, asks_model=False)
-    monkeypatch.setattr(FixedLength, "decide", lambda self, sequences, _=0: resting([4] * len(sequences)))
-    fake = open_forced("fixed:4", forced(PipelineMode.SERIAL), has_both=True)
-    agrees(fake, case, None)
-    assert fake.engine.metrics().num_accepted_by_source["ngram"] > 0
-    assert not any(draft.num_calls for draft in fake.drafts)
-
-
-@pytest.mark.parametrize(("row_us", "pays"), [(10.0, True), (1e7, False)])
-def test_look_ups_go_on_where_their_rows_pay(row_us: float, pays: bool):
-    policy = ThroughputPolicy(Knowledge(costs(1e8, 1000.0, row_us)), with_modes=False)
-    for _ in range(100):
-        record = in_steps_of_two([0, 4])
-        policy.decide(record.plan.decodes)
-        policy.observe(record)
-    decision = policy.decide(record.plan.decodes)
-    assert policy.chosen is not None and policy.chosen.mode is None
-    assert not decision.asks_model and all(decision.num_draft_tokens) is pays
-    for _ in range(100):  # a step of look-ups alone is a plain one
-        policy.observe(replace(record, plan=replace(record.plan, decision=decision)))
-        decision = policy.decide(record.plan.decodes)
-    assert not decision.asks_model
 
 
 # -- what a source is worth ------------------------------------------------------------------------------
@@ -156,10 +125,7 @@ def test_each_source_has_a_curve_of_its_own():
         acceptance.observe(in_steps_of_two([5, 0]))
     main, look_up = (curve.chances(np.array([2.0]))[0] for curve in acceptance.curves)
     assert main > 0.9 and look_up < 0.4
-    assert (shares := acceptance.shares) == pytest.approx([0.5, 0.5], abs=0.02)
-    resting = in_steps_of_two([0, 5])
-    acceptance.observe(replace(resting, plan=replace(resting.plan, decision=Decision([5, 5], asks_model=False))))
-    assert (acceptance.shares == shares).all(), "of steps that ask the model"
+    assert acceptance.shares == pytest.approx([0.5, 0.5], abs=0.02)
     assert len(AcceptanceModel({}).curves) == 1, "a drafter that is alone"
 
 

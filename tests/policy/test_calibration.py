@@ -43,6 +43,16 @@ def test_predicted_chances_match_what_happens_in_every_bin() -> None:
     assert worst_error(np.interp(fresh, MARGIN_KNOTS, curve.match_probs)) > 0.03, "chances held at bin starts"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_more_margin_never_means_less_chance(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    tested = rng.integers(0, 5, MARGIN_KNOTS.size).astype(np.float64)
+    curve = MatchCalibration(MarginCounts(tested, rng.integers(0, tested + 1).astype(np.float64))).curve
+    chances = curve.chances(np.linspace(-1.0, 40.0, 500))
+    assert (np.diff(chances) >= 0).all() and (chances >= 0).all() and (chances <= 1).all()
+    assert curve.margin_shares.sum() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_rising_shares_are_the_nearest_that_never_fall(seed: int) -> None:
     rng = np.random.default_rng(seed)

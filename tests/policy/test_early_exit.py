@@ -116,6 +116,12 @@ def test_each_exit_has_weights_of_its_own() -> None:
     assert (pruner.keep(replace(view, segment=1)) == 1).all()
 
 
+def test_an_empty_frontier_keeps_its_anchors() -> None:
+    frontier = replace(Frontier.empty(3), margins=np.zeros((3, 0), np.float32))
+    view = ExitView(0, np.zeros((3, 0), np.float32), frontier, frontier.num_rows, np.arange(3))
+    assert EarlyExit((calibration(),), CURVE).keep(view).tolist() == [1, 1, 1]
+
+
 # -- when it pays -----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from faser_backend.core.decision import WHOLE
-from faser_backend.core.errors import ConfigError
+from faser_backend.core.errors import ConfigError, ManifestError
 from faser_backend.cpu.runner import LlvmRunner
 from faser_backend.device.partition import core_partitions
 from faser_backend.engines.build import build_engines
@@ -264,6 +264,11 @@ def test_a_file_that_is_no_profile_is_refused(copied: Path, content: str) -> Non
     (copied / PROFILE_FILE).write_text(content)
     with pytest.raises(ConfigError, match="not readable as a profile"):
         load(copied)
+
+
+def test_profiling_what_is_no_engine_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"manifest\.json: missing"):
+        profile_engine(tmp_path)
 
 
 def test_key_columns_cover_the_tokens_and_fingerprints_name_weights(engine: Path) -> None:
