@@ -216,7 +216,7 @@ def test_a_file_gives_options_of_serve_and_the_command_line_wins(run, engine_dir
     serve = lambda where, parameters, **_: seen.append((where, parameters))  # noqa: E731
     monkeypatch.setattr("faser_backend.triton.launch.serve_until_signalled", serve)
     file = tmp_path / ("serve.yaml" if ":" in line else "serve.toml")
-    given = {"model": f'"{engine_dir}"', "http-port": 7, "grpc_port": 8, "prefix-reuse": "false"}
+    given = {"model": f'"{engine_dir}"', "http-port": 7, "grpc_port": 8, "openai-port": 6, "prefix-reuse": "false"}
     given |= {"stop-requests": "off" if ":" in line else '"off"', "allow-origin": '["https://a"]'}
     file.write_text("".join(line.format(*each) for each in given.items()))
     assert run("serve", "--config", file, "--http-port", 9)[0] == 0
